@@ -1,0 +1,68 @@
+# The verbs a person types. `make help` lists them; CMake does the building (see CMakePresets.json).
+
+PRESET ?= release
+PREFIX ?= /usr/local
+ARGS ?=
+
+BUILD := build/$(PRESET)
+# A unit that includes torch takes up to 1.5 GB to compile, so memory bounds the jobs as cores do.
+JOBS ?= $(shell { cat /sys/fs/cgroup/memory.max 2> /dev/null || echo max; cat /proc/meminfo; } | \
+          awk -v jobs="$$(nproc)" -v unit=1572864 \
+          'NR == 1 && $$1 != "max" { fits = int($$1 / 1024 / unit); if (fits < jobs) jobs = fits } \
+           $$1 == "MemAvailable:" { fits = int($$2 / unit); if (fits < jobs) jobs = fits } \
+           END { print jobs < 1 ? 1 : jobs }')
+# A test runs its ranks as threads, so each keeps more than one core busy.
+TEST_JOBS ?= 2
+
+NINJA = cmake --build $(BUILD) --parallel $(JOBS)
+
+.PHONY: help train test build format check-format install clean FORCE
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make train           build fsdp-train and train a small model with two ranks'
+	@echo '                     ARGS="--steps=50" passes options, ARGS=--help lists them'
+	@echo 'make test            build everything and run all tests'
+	@echo 'make build           build everything'
+	@echo 'make format          format the sources'
+	@echo 'make check-format    check formatting and the other rules of style'
+	@echo 'make install         install the library and fsdp-train under PREFIX ($(PREFIX))'
+	@echo 'make clean           remove what was built (not what tools/bootstrap fetched)'
+	@echo
+	@echo 'PRESET=release|dev|asan chooses the build, JOBS=n how many compilers run at once,'
+	@echo 'FSDP_TORCH=<dir> a torch of your own: the folder with its include/ and lib/.'
+
+train: $(BUILD)/build.ninja
+	@tools/bootstrap text
+	@$(NINJA) --target fsdp-train
+	$(BUILD)/train/fsdp-train $(ARGS)
+
+test: build
+	@ctest --preset $(PRESET) --parallel $(TEST_JOBS)
+
+build: $(BUILD)/build.ninja
+	@$(NINJA)
+
+# Ninja configures again by itself when a CMake file changed. A new stamp means another torch or
+# other packages: then what was found before does not count.
+$(BUILD)/build.ninja: .deps/stamp
+	@cmake --preset $(PRESET) --fresh -DFSDP_TORCH="$(FSDP_TORCH)"
+	@touch $@
+
+.deps/stamp: FORCE
+	@tools/bootstrap build
+
+format:
+	@tools/bootstrap format
+	@tools/check_style --fix
+
+check-format:
+	@tools/bootstrap format
+	@tools/check_style
+
+install: $(BUILD)/build.ninja
+	@$(NINJA) --target fsdp fsdp-train
+	@cmake --install $(BUILD) --prefix "$(PREFIX)"
+
+clean:
+	rm -rf build

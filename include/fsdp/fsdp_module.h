@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace fsdp {
+
+class FSDPState;
+
+/// The tensors found in the arguments or results of a forward, to read and to replace.
+using TensorRefs = c10::SmallVector<at::Tensor*, 8>;
+
+/// What runs around a module's forward. FSDPState is the one that shards.
+class ForwardHooks {
+ public:
+  virtual ~ForwardHooks() = default;
+  /// Before forward; may replace the tensors of the arguments.
+  virtual void pre_forward(torch::nn::Module& module, TensorRefs& inputs) = 0;
+  /// After forward; may replace the tensors of the result.
+  virtual void post_forward(torch::nn::Module& module, TensorRefs& outputs) = 0;
+  /// Instead of post_forward when forward, or pre_forward, threw.
+  virtual void forward_threw(torch::nn::Module& module) noexcept = 0;
+};
+
+/// Ends an asynchronous unshard. It may be waited for any number of times, or not at all: the
+/// module's forward waits too.
+class UnshardHandle {
+ public:
+  explicit UnshardHandle(std::shared_ptr<FSDPState> state) : state_(std::move(state)) {}
+  /// Returns when the unsharded parameters are valid.
+  void wait();
+
+ private:
+  std::shared_ptr<FSDPState> state_;  // null once waited for
+};
+
+/// The methods that fully_shard() adds to a module. FSDP_MODULE types derive from it.
+///
+/// Errors:  every method throws StateError on a module that was never sharded.
+/// Source:  PyTorch 2.13, torch.distributed.fsdp.FSDPModule.
+class FSDPModule {
+ public:
+  virtual ~FSDPModule() = default;
+
+  [[nodiscard]] bool is_fully_sharded() const { return forward_hooks_ != nullptr; }
+
+  /// Gathers the module's own parameters (not those of sharded children), and waits for them.
+  void unshard();
+  /// Starts the gather and returns. Ranks: in the same order among collectives on every rank.
+  [[nodiscard]] UnshardHandle unshard_async();
+  /// Frees the unsharded parameters.
+  void reshard();
+
+  /// false: gradients stay on this rank, unreduced, until a backward with true adds them up.
+  void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
+  /// false: reduce over the shard dimension of an HSDP mesh only, and all-reduce later.
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
+  /// false: more backwards of this step follow; what is in flight may stay in flight.
+  void set_is_last_backward(bool is_last_backward);
+  void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
+  void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
+  /// false: backward does not gather this module's parameters (say, an embedding's).
+  void set_unshard_in_backward(bool unshard_in_backward);
+  /// Gathers these modules' parameters when this one's forward starts, in this order.
+  void set_modules_to_forward_prefetch(const std::vector<FSDPModule*>& modules);
+  /// The same for backward; a list that is not empty replaces the default prefetch.
+  void set_modules_to_backward_prefetch(const std::vector<FSDPModule*>& modules);
+  /// Divide gradients by `factor` instead of the number of ranks.
+  void set_gradient_divide_factor(double factor);
+  /// Drops what a step that threw left behind, on the root. The next forward of the root does so by
+  /// itself. Gradients of that step are lost; if its backward threw, so are unsharded gradients of
+  /// earlier backwards without sync, to which it may have added in part.
+  void reset_iter_state();
+
+  /// The unsharded parameters of this module's group by name, valid while it is unsharded.
+  [[nodiscard]] std::vector<std::pair<std::string, at::Tensor>> unsharded_parameters() const;
+
+  /// Used by fully_shard().
+  void set_forward_hooks(std::shared_ptr<ForwardHooks> hooks) { forward_hooks_ = std::move(hooks); }
+  [[nodiscard]] const std::shared_ptr<ForwardHooks>& forward_hooks() const {
+    return forward_hooks_;
+  }
+  /// The module that this object is.
+  [[nodiscard]] virtual torch::nn::Module& as_module() = 0;
+
+ protected:
+  FSDPModule() = default;
+  // A copy is a module of its own, not sharded.
+  FSDPModule(const FSDPModule&) {}
+  FSDPModule& operator=(const FSDPModule&) { return *this; }
+
+ private:
+  std::shared_ptr<ForwardHooks> forward_hooks_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "fsdp/fsdp_module.h"
+#include "fsdp/policy.h"
+
+namespace fsdp {
+
+/// Shards the parameters of `module` over `options.mesh`, in place, and hooks forward and backward.
+///
+/// One call makes one communication group: one all-gather and one reduce-scatter a step. A
+/// parameter joins the first call that reaches it, so call bottom-up: blocks first, model last.
+/// Afterwards parameters() gives the sharded parameters, for the optimizer; the module's own
+/// tensors (`linear->weight`) are the unsharded ones, and throw while they are sharded.
+///
+/// Shapes:  [d0, ...]: each rank keeps ceil(d0 / N) consecutive rows, the last ones fewer or none.
+/// Memory:  1/N of the parameter bytes stay, plus padding; full parameters are freed on return.
+/// Ranks:   no communication unless reshard_after_forward is an integer (makes groups); every rank
+///          makes the same calls in the same order. Ranks must start with equal parameters.
+/// Errors:  ConfigError if `module` runs no hooks (its type was not declared with FSDP_MODULE), was
+///          sharded before, lies below one that was, shares a parameter with another group, or a
+///          parameter is 0-dim, not contiguous or cannot be cut; then `module` is as it was.
+/// Source:  PyTorch 2.13, torch.distributed.fsdp.fully_shard.
+FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
+
+/// Makes `b`, a parameter of `module_b`, the same parameter as `a` of `module_a`: the member and
+/// the dictionary entry both. Assigning the member alone would leave two parameters.
+///
+/// Write `fsdp::tie(...)`: with the bare name C++ finds std::tie, which does nothing.
+/// `fsdp::tie(*embed, embed->weight, *output, output->weight);`
+/// Errors:  ConfigError if either is not a parameter of its module, was sharded already, or shape,
+///          dtype or device differ.
+void tie(torch::nn::Module& module_a, const at::Tensor& a, torch::nn::Module& module_b,
+         at::Tensor& b);
+
+}  // namespace fsdp

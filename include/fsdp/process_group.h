@@ -1,0 +1,71 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+}  // namespace c10d
+
+namespace fsdp {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// How the ranks of a job find each other. What is left unset is read from the environment that
+/// torchrun, mpirun or srun gives each process.
+struct ProcessGroupOptions {
+  std::optional<int> rank;
+  std::optional<int> world_size;
+  std::optional<std::string> master_addr;  ///< host of rank 0
+  std::optional<int> master_port;          ///< TCP port on that host where rank 0 keeps the store
+  std::string backend = "gloo";            ///< "gloo"
+  /// A collective that some rank does not join ends with CommError after this long.
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+};
+
+/// Joins this process to the job and makes its group the default one of the calling thread.
+///
+/// Ranks:   every rank calls it, with the same backend and world size; returns when all are there.
+/// Threads: also starts one thread that tells the others every second that this rank is alive, so
+///          that an error can name the rank that died.
+/// Errors:  ConfigError names each missing variable of the launchers' environments, or the bad
+///          value; CommError if the others do not come within `timeout`.
+/// Source:  torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), Open MPI
+///          (OMPI_COMM_WORLD_*), MPICH (PMI_RANK, PMI_SIZE), Slurm (SLURM_PROCID, SLURM_NTASKS).
+ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
+
+/// The group that init_process_group or run_ranks gave this rank's thread; StateError without one.
+ProcessGroupPtr default_process_group();
+
+/// Forgets the default group of the calling thread and leaves the job.
+void destroy_process_group();
+
+/// A new group of `ranks` (ranks of `parent`, in the order they shall have), on the same backend.
+///
+/// Ranks:   every rank of `parent` calls it with the same lists in the same order; a rank that is
+///          not in `ranks` gets null.
+/// Errors:  ConfigError for a repeated rank or one outside of `parent`.
+ProcessGroupPtr new_group(const ProcessGroupPtr& parent, const std::vector<int>& ranks);
+
+struct RunRanksOptions {
+  /// A collective that some rank does not join ends with CommError after this long.
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+};
+
+/// Runs `body` once per rank, each rank a thread of this process, and waits for all of them.
+///
+/// The threads share one address space, so a collective is a copy from the peer's memory. The
+/// group is also the thread's default group. Each rank computes on one thread.
+///
+/// Errors:  if a rank throws, the others get CommError with its message at their next collective
+///          (also while they wait in one), and the first rank's own error is rethrown here.
+void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,
+               const RunRanksOptions& options = {});
+
+}  // namespace fsdp

@@ -1,0 +1,241 @@
+#include "mesh/host_kernels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "fsdp/error.h"
+
+namespace fsdp {
+namespace {
+
+using RedOp = c10d::ReduceOp::RedOpType;
+
+constexpr int64_t kBlock = 2048;  // elements; the accumulators stay in the first-level cache
+constexpr int64_t kLanes = 64;    // a loop of constant length is vectorised at -O2 too
+
+template <typename T>
+using Accumulator =
+    std::conditional_t<std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>, float, T>;
+
+template <typename Body>
+inline void for_each_element(int64_t count, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) body(i + lane);
+  }
+  for (; i < count; ++i) body(i);
+}
+
+struct Sum {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return static_cast<A>(a + b);
+  }
+};
+struct Product {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return static_cast<A>(a * b);
+  }
+};
+struct Min {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return (b < a || b != b) ? b : a;  // a NaN stays
+  }
+};
+struct Max {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return (b > a || b != b) ? b : a;
+  }
+};
+struct And {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return static_cast<A>(a & b);
+  }
+};
+struct Or {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return static_cast<A>(a | b);
+  }
+};
+struct Xor {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return static_cast<A>(a ^ b);
+  }
+};
+
+template <typename T, typename Combine>
+void reduce_blocks(const HostReduction& reduction, Combine combine) {
+  using A = Accumulator<T>;
+  alignas(64) A sums[kBlock];
+  const size_t num_ranks = reduction.sources.size();
+  const bool scaled = reduction.op == RedOp::PREMUL_SUM;
+  for (int64_t begin = 0; begin < reduction.numel; begin += kBlock) {
+    const int64_t count = std::min(kBlock, reduction.numel - begin);
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      const T* const source = static_cast<const T*>(reduction.sources[rank]) + begin;
+      if (scaled) {
+        const A factor = static_cast<A>(reduction.factors[rank]);
+        for_each_element(count, [&](int64_t i) {
+          const A value = static_cast<A>(factor * static_cast<A>(source[i]));
+          sums[i] = rank == 0 ? value : combine(sums[i], value);
+        });
+      } else if (rank == 0) {
+        for_each_element(count, [&](int64_t i) { sums[i] = static_cast<A>(source[i]); });
+      } else {
+        for_each_element(count,
+                         [&](int64_t i) { sums[i] = combine(sums[i], static_cast<A>(source[i])); });
+      }
+    }
+    T* const destination = static_cast<T*>(reduction.destination) + begin;
+    if (reduction.op == RedOp::AVG) {
+      const A divisor = static_cast<A>(num_ranks);
+      for_each_element(count,
+                       [&](int64_t i) { destination[i] = static_cast<T>(sums[i] / divisor); });
+    } else {
+      for_each_element(count, [&](int64_t i) { destination[i] = static_cast<T>(sums[i]); });
+    }
+  }
+}
+
+template <typename T>
+void reduce_as(const HostReduction& reduction) {
+  switch (reduction.op) {
+    case RedOp::SUM:
+    case RedOp::AVG:
+    case RedOp::PREMUL_SUM:
+      return reduce_blocks<T>(reduction, Sum());
+    case RedOp::PRODUCT:
+      return reduce_blocks<T>(reduction, Product());
+    case RedOp::MIN:
+      return reduce_blocks<T>(reduction, Min());
+    case RedOp::MAX:
+      return reduce_blocks<T>(reduction, Max());
+    case RedOp::BAND:
+      if constexpr (std::is_integral_v<T>) return reduce_blocks<T>(reduction, And());
+      break;
+    case RedOp::BOR:
+      if constexpr (std::is_integral_v<T>) return reduce_blocks<T>(reduction, Or());
+      break;
+    case RedOp::BXOR:
+      if constexpr (std::is_integral_v<T>) return reduce_blocks<T>(reduction, Xor());
+      break;
+    case RedOp::UNUSED:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, "check_reduction let ", reduce_op_name(reduction.op), " of ",
+                        reduction.dtype, " pass");
+}
+
+bool reducible(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kByte:
+    case at::kChar:
+    case at::kShort:
+    case at::kInt:
+    case at::kLong:
+    case at::kBool:
+    case at::kComplexFloat:
+    case at::kComplexDouble:
+      return true;
+    default:  // c10's list of dtypes grows with every release
+      return false;
+  }
+}
+
+}  // namespace
+
+std::string_view reduce_op_name(RedOp op) {
+  switch (op) {
+    case RedOp::SUM:
+      return "SUM";
+    case RedOp::AVG:
+      return "AVG";
+    case RedOp::PRODUCT:
+      return "PRODUCT";
+    case RedOp::MIN:
+      return "MIN";
+    case RedOp::MAX:
+      return "MAX";
+    case RedOp::BAND:
+      return "BAND";
+    case RedOp::BOR:
+      return "BOR";
+    case RedOp::BXOR:
+      return "BXOR";
+    case RedOp::PREMUL_SUM:
+      return "PREMUL_SUM";
+    case RedOp::UNUSED:
+      return "UNUSED";
+  }
+  return "unknown";
+}
+
+void check_reduction(std::string_view function, RedOp op, at::ScalarType dtype) {
+  const bool linear = op == RedOp::SUM || op == RedOp::AVG || op == RedOp::PREMUL_SUM;
+  const bool bitwise = op == RedOp::BAND || op == RedOp::BOR || op == RedOp::BXOR;
+  const bool floating = at::isFloatingType(dtype);
+  bool defined = reducible(dtype) && op != RedOp::UNUSED;
+  if (bitwise) defined = defined && at::isIntegralType(dtype, /*includeBool=*/true);
+  if (at::isComplexType(dtype)) defined = defined && linear;
+  if (op == RedOp::PREMUL_SUM) defined = defined && (floating || at::isComplexType(dtype));
+  if (op == RedOp::AVG) defined = defined && dtype != at::kBool;
+  FSDP_CHECK(ConfigError, defined, function, ": the reduction ", reduce_op_name(op),
+             " is not defined for tensors of ", dtype,
+             ". Convert the tensors to a dtype that has it.");
+}
+
+void reduce_on_host(const HostReduction& reduction) {
+  switch (reduction.dtype) {
+    case at::kFloat:
+      return reduce_as<float>(reduction);
+    case at::kDouble:
+      return reduce_as<double>(reduction);
+    case at::kHalf:
+      return reduce_as<c10::Half>(reduction);
+    case at::kBFloat16:
+      return reduce_as<c10::BFloat16>(reduction);
+    case at::kByte:
+      return reduce_as<uint8_t>(reduction);
+    case at::kChar:
+      return reduce_as<int8_t>(reduction);
+    case at::kShort:
+      return reduce_as<int16_t>(reduction);
+    case at::kInt:
+      return reduce_as<int32_t>(reduction);
+    case at::kLong:
+      return reduce_as<int64_t>(reduction);
+    case at::kBool:
+      return reduce_as<bool>(reduction);
+    case at::kComplexFloat:
+    case at::kComplexDouble: {
+      HostReduction parts = reduction;  // linear: real and imaginary parts go their own ways
+      parts.dtype = c10::toRealValueType(reduction.dtype);
+      parts.numel = reduction.numel * 2;
+      return reduce_on_host(parts);
+    }
+    default:
+      TORCH_INTERNAL_ASSERT(false, "check_reduction let ", reduction.dtype, " pass");
+  }
+}
+
+void copy_on_host(void* destination, const void* source, int64_t bytes) {
+  if (bytes > 0 && destination != source) {
+    std::memcpy(destination, source, static_cast<size_t>(bytes));
+  }
+}
+
+}  // namespace fsdp

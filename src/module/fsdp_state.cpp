@@ -1,0 +1,212 @@
+#include "module/fsdp_state.h"
+
+#include <unordered_set>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "fsdp/error.h"
+#include "module/hooks.h"
+#include "module/module_tree.h"
+
+namespace fsdp {
+namespace {
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// A dictionary entry that is some group's unsharded parameter: the parameter is shared with a
+// module that the group's fully_shard() did not reach, which would compute with freed memory.
+void check_no_foreign_params(const std::string& path, torch::nn::Module& module) {
+  for (const auto& entry : parameter_dict(module)) {
+    FSDP_CHECK(ConfigError, !is_unsharded_param(entry.value()), "fully_shard: parameter '",
+               join_path(path, entry.key()),
+               "' is shared with a module that was sharded on its own. Shard their common parent "
+               "in one call instead, or do not share it.");
+  }
+}
+
+// Ends a backward: runs what autograd did not reach, then leaves nothing in flight.
+void end_of_backward(RootContext& context) {
+  context.iteration_root = nullptr;
+  const auto states = context.states();
+  for (const auto& state : states) {
+    FSDPParamGroup* group = state->group();
+    if (group == nullptr) continue;
+    if (group->training_state() != TrainingState::kPostBackward) group->post_backward();
+    group->leave_backward();
+  }
+  // On CPU nothing else would write the sharded gradients: there are no streams to do it later.
+  if (context.is_last_backward ||
+      !has_streams(context.comm->compute_stream().raw().device_type())) {
+    context.comm->finish_reductions();
+  }
+  if (context.is_last_backward) {
+    for (const auto& state : states) {
+      if (state->group() != nullptr) state->group()->finalize_backward();
+    }
+    context.comm->post_forward_order.clear();
+  }
+  context.queued_graph_task.reset();
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<FSDPState>> RootContext::states() const {
+  std::vector<std::shared_ptr<FSDPState>> result;
+  for (const auto& state : all_states) {
+    if (auto alive = state.lock()) result.push_back(std::move(alive));
+  }
+  return result;
+}
+
+FSDPState::FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group, bool auto_reshard)
+    : device_(device), group_(std::move(group)), auto_reshard_(auto_reshard) {}
+
+const MixedPrecisionPolicy& FSDPState::mp_policy() const {
+  return group_ ? group_->settings().mp_policy : no_policy_;
+}
+
+void FSDPState::lazy_init(torch::nn::Module& module) {
+  std::vector<std::pair<std::string, std::shared_ptr<FSDPState>>> tree;
+  std::unordered_set<const FSDPState*> seen;
+  for_each_module(module, [&](const std::string& path, torch::nn::Module& submodule) {
+    check_no_foreign_params(path, submodule);
+    std::shared_ptr<FSDPState> state = state_of(submodule);
+    if (!state || !seen.insert(state.get()).second) return;
+    FSDP_CHECK(StateError, state.get() == this || !state->is_initialized(), "forward: module '",
+               path,
+               "' has been lazily initialized as a root of its own. Run forward through the root "
+               "module first: call the model before any of its parts.");
+    tree.emplace_back(path, std::move(state));
+  });
+
+  context_->comm = std::make_shared<CommContext>(device_);
+  for (const auto& [path, state] : tree) {
+    if (state->group_) {
+      state->group_->join_root(path, context_->comm);
+      if (state.get() == this && auto_reshard_) {
+        // The root's parameters are needed first in backward: keep them.
+        state->group_->settings().post_forward_mesh_info = nullptr;
+      }
+      state->group_->lazy_init();
+    }
+  }
+  for (const auto& [path, state] : tree) {
+    state->is_root_ = state.get() == this;
+    state->context_ = context_;
+    context_->all_states.push_back(state);
+  }
+}
+
+// What only the outermost forward does.
+void FSDPState::begin_iteration(torch::nn::Module& module, TensorRefs& inputs) {
+  if (!is_root_) lazy_init(module);
+  if (context_->iteration_root != nullptr) return;
+  const bool backward_threw = context_->queued_graph_task.has_value() && !in_backward();
+  if (context_->needs_reset || backward_threw) reset_iter_state();
+  context_->iteration_root = this;
+  const Stream compute = context_->comm->compute_stream();
+  context_->comm->all_gather_streams_wait(compute.record());
+  if (!has_streams(device_.type())) return;
+  for (at::Tensor* input : inputs) {
+    if (input->device() != device_) *input = input->to(device_, /*non_blocking=*/true);
+  }
+}
+
+void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
+  const MixedPrecisionPolicy& policy = mp_policy();
+  const bool casts = policy.cast_forward_inputs && policy.param_dtype.has_value();
+  if (training_state_ == TrainingState::kPreBackward && in_backward()) {
+    // Recomputed inside backward: its parameters may have been resharded by an earlier visit.
+    if (group_) {
+      group_->unshard();
+      group_->wait_for_unshard();
+    }
+    if (casts) cast_floating(inputs, *policy.param_dtype);
+    return;
+  }
+  const bool first = training_state_ != TrainingState::kForward;
+  if (first) begin_iteration(module, inputs);
+  training_state_ = TrainingState::kForward;
+  if (casts) cast_floating(inputs, *policy.param_dtype);
+  if (group_ && group_->pre_forward()) add_post_backward_node(inputs, shared_from_this());
+  if (!first) return;
+  for (const auto& target : forward_prefetch) {
+    const auto state = target.lock();
+    if (state && state->group_) state->group_->prefetch(TrainingState::kForward);
+  }
+}
+
+void FSDPState::post_forward(torch::nn::Module&, TensorRefs& outputs) {
+  if (training_state_ != TrainingState::kPreBackward) {
+    if (group_) group_->post_forward();
+    add_pre_backward_hook(outputs, shared_from_this());
+    training_state_ = TrainingState::kIdle;
+    if (context_->iteration_root == this) {
+      context_->comm->free_gather_buffer();
+      context_->iteration_root = nullptr;
+    }
+  }
+  if (mp_policy().output_dtype) cast_floating(outputs, *mp_policy().output_dtype);
+}
+
+void FSDPState::forward_threw(torch::nn::Module&) noexcept {
+  if (in_backward()) return;  // backward ends with this error; the next forward finds it unfinished
+  training_state_ = TrainingState::kIdle;
+  if (group_) group_->reset_iteration(/*drop_unsharded_grads=*/false);
+  if (context_->iteration_root == this) {
+    context_->iteration_root = nullptr;
+    context_->needs_reset = true;
+  }
+}
+
+void FSDPState::queue_final_callback() {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (context_->queued_graph_task == graph_task) return;
+  context_->queued_graph_task = graph_task;
+  torch::autograd::Engine::get_default_engine().queue_callback([context = context_] {
+    for (const auto& state : context->states()) state->training_state_ = TrainingState::kIdle;
+    end_of_backward(*context);
+  });
+}
+
+void FSDPState::pre_backward() {
+  training_state_ = TrainingState::kPreBackward;
+  queue_final_callback();
+  if (group_) group_->pre_backward(/*default_prefetch=*/backward_prefetch.empty());
+  for (const auto& target : backward_prefetch) {
+    const auto state = target.lock();
+    if (state && state->group_) state->group_->prefetch(TrainingState::kPreBackward);
+  }
+}
+
+void FSDPState::post_backward() {
+  if (group_) group_->post_backward();
+}
+
+void FSDPState::unshard(bool async_op) {
+  if (!group_) return;
+  if (!is_initialized()) group_->lazy_init();
+  group_->unshard(async_op);
+}
+
+void FSDPState::reset_iter_state() {
+  const bool backward_threw = context_->queued_graph_task.has_value();
+  context_->iteration_root = nullptr;
+  context_->queued_graph_task.reset();
+  context_->needs_reset = false;
+  if (!context_->comm) return;  // nothing has run yet
+  for (const auto& state : context_->states()) {
+    state->training_state_ = TrainingState::kIdle;
+    if (state->group_) state->group_->reset_iteration(/*drop_unsharded_grads=*/backward_threw);
+  }
+  context_->comm->drop_in_flight();
+}
+
+std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module) {
+  const auto* fsdp_module = dynamic_cast<const FSDPModule*>(&module);
+  if (fsdp_module == nullptr) return nullptr;
+  return std::dynamic_pointer_cast<FSDPState>(fsdp_module->forward_hooks());
+}
+
+}  // namespace fsdp

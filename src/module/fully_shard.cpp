@@ -1,0 +1,224 @@
+#include "fsdp/fully_shard.h"
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
+
+#include "fsdp/error.h"
+#include "module/fsdp_state.h"
+#include "module/module_tree.h"
+#include "shard/sharded_spec.h"
+
+namespace fsdp {
+namespace {
+
+// A parameter of the group, with every dictionary entry that names it.
+struct ManagedParam {
+  struct Entry {
+    torch::nn::Module* module;
+    std::string key;
+  };
+  at::Tensor tensor;
+  std::string name;  // from the sharded module
+  int64_t shard_dim = 0;
+  std::vector<Entry> entries;
+};
+
+struct Managed {
+  std::vector<ManagedParam> params;
+  std::vector<std::pair<torch::nn::Module*, std::string>> modules;  // with their paths
+};
+
+// Children before their parent, as FSDP2 orders a group's parameters; modules that are sharded
+// already, and what lies below them, are left out.
+void collect_modules(const std::string& path, torch::nn::Module& module,
+                     std::unordered_set<torch::nn::Module*>& visited, Managed& managed) {
+  if (!visited.insert(&module).second) return;
+  for (const auto& child : module.named_children()) {
+    if (state_of(*child.value()) != nullptr) continue;
+    collect_modules(join_path(path, child.key()), *child.value(), visited, managed);
+  }
+  managed.modules.emplace_back(&module, path);
+}
+
+Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
+  std::unordered_set<const c10::TensorImpl*> ignored;
+  for (const at::Tensor& param : options.ignored_params)
+    ignored.insert(param.unsafeGetTensorImpl());
+
+  Managed managed;
+  std::unordered_set<torch::nn::Module*> visited;
+  collect_modules("", module, visited, managed);
+  std::unordered_map<const c10::TensorImpl*, size_t> index_of;
+  for (const auto& [submodule, path] : managed.modules) {
+    for (const auto& entry : parameter_dict(*submodule)) {
+      const at::Tensor& tensor = entry.value();
+      if (!tensor.defined() || ignored.count(tensor.unsafeGetTensorImpl()) != 0) continue;
+      const auto [it, is_new] =
+          index_of.emplace(tensor.unsafeGetTensorImpl(), managed.params.size());
+      if (is_new) {
+        managed.params.push_back({.tensor = tensor, .name = join_path(path, entry.key())});
+      }
+      managed.params[it->second].entries.push_back({submodule, entry.key()});
+    }
+  }
+  return managed;
+}
+
+void check_param(ManagedParam& param, const FullyShardOptions& options, int64_t shard_size) {
+  const at::Tensor& tensor = param.tensor;
+  const std::string described = describe(param.name, tensor.sizes());
+  FSDP_CHECK(ConfigError, spec_of(tensor) == nullptr, "fully_shard: parameter '", param.name,
+             "' is sharded already, by a call on a parent of this module. Shard bottom-up: "
+             "children first, their parent after them.");
+  FSDP_CHECK(ConfigError, !is_unsharded_param(tensor), "fully_shard: parameter '", param.name,
+             "' is shared with a module that was sharded on its own. Shard their common parent in "
+             "one call instead, or do not share it.");
+  FSDP_CHECK(ConfigError, tensor.layout() == at::kStrided && tensor.is_contiguous(),
+             "fully_shard: parameter ", described, " with strides ", tensor.strides(),
+             " is not contiguous, and only contiguous parameters can be cut into rows. "
+             "Register tensor.contiguous() instead.");
+  FSDP_CHECK(ConfigError, !tensor.is_meta(), "fully_shard: parameter ", described,
+             " is on the meta device and has no values. Materialize it before sharding.");
+  FSDP_CHECK(ConfigError, tensor.is_leaf(), "fully_shard: parameter ", described,
+             " is the result of an operation, not a leaf. Register tensor.detach() instead.");
+  Shard placement;
+  if (options.shard_placement_fn) {
+    placement = options.shard_placement_fn(param.name, tensor).value_or(Shard{});
+  }
+  param.shard_dim =
+      checked_shard_dim("fully_shard", param.name, tensor.sizes(), placement, shard_size);
+}
+
+void check_ignored(const FullyShardOptions& options, c10::Device device) {
+  for (const at::Tensor& param : options.ignored_params) {
+    FSDP_CHECK(ConfigError, param.defined(), "fully_shard: an ignored parameter is undefined.");
+  }
+  (void)device;
+}
+
+FSDPMeshInfoPtr make_mesh_info(const DeviceMeshPtr& mesh) {
+  FSDP_CHECK(ConfigError, mesh->ndim() == 1 || mesh->ndim() == 2,
+             "fully_shard: expects a 1-D mesh (shard) or a 2-D mesh (replicate, shard), but got ",
+             mesh->ndim(), " dimensions. Take the part to shard over: mesh[\"name\"].");
+  FSDP_CHECK(ConfigError, mesh->ndim() == 1 || mesh->dim_names().size() == 2,
+             "fully_shard: a 2-D mesh needs named dimensions, as in ",
+             "init_device_mesh(type, {2, 4}, {\"replicate\", \"shard\"}).");
+  FSDPMeshInfo info{.mesh = mesh, .shard_mesh_dim = mesh->ndim() - 1};
+  if (mesh->ndim() == 2) info.replicate_mesh_dim = 0;
+  return std::make_shared<const FSDPMeshInfo>(std::move(info));
+}
+
+// Null: stay unsharded after forward; the same mesh: reshard; another: its shard dimension.
+FSDPMeshInfoPtr make_post_forward_mesh_info(const ReshardAfterForward& reshard,
+                                            const FSDPMeshInfoPtr& mesh_info) {
+  if (const bool* flag = std::get_if<bool>(&reshard)) return *flag ? mesh_info : nullptr;
+  if (std::holds_alternative<std::monostate>(reshard)) return mesh_info;
+  const int64_t k = std::get<int64_t>(reshard);
+  const int64_t shard_size = mesh_info->shard_size();
+  FSDP_CHECK(ConfigError, k >= 1 && k <= shard_size && shard_size % k == 0,
+             "fully_shard: reshard_after_forward = ", k,
+             " must be a factor of the shard mesh size ", shard_size, ".");
+  if (k == shard_size) return mesh_info;
+  if (k == 1) {
+    TORCH_WARN_ONCE(
+        "fully_shard: reshard_after_forward = 1 keeps all of each parameter on every "
+        "rank; it is taken as false.");
+    return nullptr;
+  }
+  const DeviceMesh& mesh = *mesh_info->mesh;
+  auto post_forward_mesh = std::make_shared<const DeviceMesh>(
+      mesh.device_type(), std::vector<int64_t>{mesh.size() / k, k},
+      std::vector<std::string>{"fsdp_replicate", "fsdp_shard"}, mesh.root_group());
+  return std::make_shared<const FSDPMeshInfo>(FSDPMeshInfo{
+      .mesh = std::move(post_forward_mesh), .shard_mesh_dim = 1, .replicate_mesh_dim = 0});
+}
+
+void move_buffers(const Managed& managed, c10::Device device) {
+  const c10::NoGradGuard no_grad;
+  for (const auto& [module, path] : managed.modules) {
+    for (const auto& buffer : module->named_buffers(/*recurse=*/false)) {
+      if (buffer.value().defined() && buffer.value().device() != device) {
+        buffer.value().set_data(buffer.value().to(device));
+      }
+    }
+  }
+}
+
+std::vector<FSDPParam> shard_params(Managed& managed, const FSDPMeshInfo& mesh_info,
+                                    c10::Device device) {
+  std::vector<FSDPParam> params;
+  params.reserve(managed.params.size());
+  for (ManagedParam& managed_param : managed.params) {
+    params.emplace_back(managed_param.tensor, managed_param.name, mesh_info,
+                        managed_param.shard_dim, device);
+    for (const ManagedParam::Entry& entry : managed_param.entries) {
+      parameter_dict(*entry.module)[entry.key] = params.back().sharded_param();
+    }
+  }
+  return params;
+}
+
+std::string key_of(torch::nn::Module& module, const at::Tensor& param) {
+  for (const auto& entry : parameter_dict(module)) {
+    if (entry.value().is_same(param)) return entry.key();
+  }
+  FSDP_CHECK(ConfigError, false, "tie: the tensor of shape ", param.sizes(),
+             " is not a parameter of the module of type ", module.name(),
+             " itself. Pass the module that registered it, before it is sharded.");
+}
+
+}  // namespace
+
+FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
+  auto* fsdp_module = dynamic_cast<FSDPModule*>(&module);
+  FSDP_CHECK(ConfigError, fsdp_module != nullptr, "fully_shard: module of type ", module.name(),
+             " runs no hooks around forward, so it cannot be sharded as a unit. Declare it with "
+             "FSDP_MODULE(Name) instead of TORCH_MODULE(Name), use fsdp::nn for torch's own "
+             "modules, or shard its parent. Containers without a forward (ModuleList, ModuleDict) "
+             "are not supported: shard their elements.");
+  FSDP_CHECK(ConfigError, state_of(module) == nullptr, "fully_shard: module of type ",
+             module.name(), " is sharded already; it can be sharded only once.");
+
+  const DeviceMeshPtr mesh = options.mesh ? options.mesh : init_device_mesh(c10::DeviceType::CPU);
+  const FSDPMeshInfoPtr mesh_info = make_mesh_info(mesh);
+  const c10::Device device = with_index(c10::Device(mesh->device_type()));
+  check_ignored(options, device);
+  Managed managed = collect(module, options);
+  for (ManagedParam& param : managed.params) check_param(param, options, mesh_info->shard_size());
+  GroupSettings settings{.mp_policy = options.mp_policy,
+                         .post_forward_mesh_info =
+                             make_post_forward_mesh_info(options.reshard_after_forward, mesh_info)};
+
+  // Nothing has changed so far; from here on nothing is refused.
+  move_buffers(managed, device);
+  std::shared_ptr<FSDPParamGroup> group;
+  if (!managed.params.empty()) {
+    group = std::make_shared<FSDPParamGroup>(shard_params(managed, *mesh_info, device), mesh_info,
+                                             device, std::move(settings));
+  }
+  const bool auto_reshard = std::holds_alternative<std::monostate>(options.reshard_after_forward);
+  fsdp_module->set_forward_hooks(
+      std::make_shared<FSDPState>(device, std::move(group), auto_reshard));
+  return *fsdp_module;
+}
+
+void tie(torch::nn::Module& module_a, const at::Tensor& a, torch::nn::Module& module_b,
+         at::Tensor& b) {
+  const std::string key_a = key_of(module_a, a);
+  const std::string key_b = key_of(module_b, b);
+  FSDP_CHECK(ConfigError, spec_of(a) == nullptr && spec_of(b) == nullptr, "tie: '", key_a, "' or '",
+             key_b, "' is sharded already. Tie before fully_shard().");
+  FSDP_CHECK(
+      ConfigError,
+      a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device(),
+      "tie: '", key_a, "' is ", a.scalar_type(), " ", a.sizes(), " on ", a.device(), ", '", key_b,
+      "' is ", b.scalar_type(), " ", b.sizes(), " on ", b.device(),
+      "; tied parameters must agree in dtype, shape and device.");
+  parameter_dict(module_b)[key_b] = a;
+  b = a;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "base/stream.h"
+#include "reduce/reduce_scatter.h"
+#include "unshard/all_gather.h"
+
+namespace fsdp {
+
+class FSDPParamGroup;
+
+/// The streams and the buffers in flight that the groups of one root share.
+///
+/// Source: PyTorch 2.13, _fsdp_param_group.FSDPCommContext; the table of stream operations is in
+/// docs/design.md.
+class CommContext {
+ public:
+  explicit CommContext(c10::Device device);
+
+  /// The streams of an all-gather that overlaps with compute.
+  [[nodiscard]] const AllGatherStreams& all_gather_streams() const { return all_gather_streams_; }
+  [[nodiscard]] const ReduceStreams& reduce_streams() const { return reduce_streams_; }
+  [[nodiscard]] Stream compute_stream() const { return current_stream(device_); }
+
+  /// Both all-gather streams wait for `event`.
+  void all_gather_streams_wait(const Event& event) const;
+
+  /// Keeps a gather's buffer until the next gather has been started; frees the one kept before.
+  void keep_gather_buffer(at::Tensor buffer, Event copied_out);
+  /// Frees the buffer kept, behind the event that ends its use.
+  void free_gather_buffer();
+
+  /// Waits for the oldest reductions until another may start: one reduce-scatter input at a time.
+  void make_room_for_reduction();
+  void add_reduction(const std::shared_ptr<Reduction>& reduction);
+  /// Ends all reductions; the compute stream waits for their sharded gradients.
+  void finish_reductions();
+  /// After a step that threw: waits for what is in flight and drops it. Never throws.
+  void drop_in_flight() noexcept;
+
+  /// The groups in the order of this iteration's forwards, with repetitions.
+  std::vector<std::weak_ptr<FSDPParamGroup>> post_forward_order;
+
+ private:
+  struct GatherBuffer {
+    at::Tensor buffer;
+    Event copied_out;
+  };
+
+  void pop_reduction();
+
+  c10::Device device_;
+  AllGatherStreams all_gather_streams_;
+  ReduceStreams reduce_streams_;
+  std::optional<GatherBuffer> gather_buffer_;
+  std::deque<std::weak_ptr<Reduction>> reductions_;  // owned by their groups
+};
+
+}  // namespace fsdp

@@ -1,0 +1,112 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/events.h"
+#include "fsdp/policy.h"
+#include "schedule/comm_context.h"
+#include "shard/fsdp_param.h"
+#include "unshard/all_gather.h"
+
+namespace fsdp {
+
+/// What fully_shard() decided for a group, and what the FSDPModule methods change.
+struct GroupSettings {
+  MixedPrecisionPolicy mp_policy;
+  /// Null: stay unsharded after forward. The group's own mesh: reshard. Another: keep a part of it.
+  FSDPMeshInfoPtr post_forward_mesh_info;
+  bool reduce_grads = true;
+  bool all_reduce_grads = true;
+  bool reshard_after_backward = true;
+  bool unshard_in_backward = true;
+  std::optional<double> gradient_divide_factor;
+};
+
+/// The parameters that one fully_shard() call gathers and reduces together, and their state
+/// machine.
+///
+/// One object of one rank's thread. Functions stand in the order of a training step.
+/// Source: PyTorch 2.13, torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.
+class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
+ public:
+  FSDPParamGroup(std::vector<FSDPParam> params, FSDPMeshInfoPtr mesh_info, c10::Device device,
+                 GroupSettings settings);
+
+  /// Resolves the dtypes and takes back sharded parameters that were converted since. May be called
+  /// again; the dtypes of a group that has computed already do not change.
+  void lazy_init();
+  /// Names from the root, and the streams and buffers that the root's groups share.
+  void join_root(std::string module_path, std::shared_ptr<CommContext> comm);
+
+  // Forward -----------------------------------------------------------------------------------
+  /// Starts the all-gather, unless the parameters are unsharded or on their way.
+  void unshard(bool async_op = false);
+  /// Ends it: the unsharded parameters are valid on the compute stream.
+  void wait_for_unshard();
+  /// Frees the unsharded parameters, or in forward what reshard_after_forward says.
+  void reshard();
+  /// Returns whether forward was entered anew (and so the inputs get a post-backward node).
+  bool pre_forward();
+  void post_forward();
+
+  // Backward ----------------------------------------------------------------------------------
+  void pre_backward(bool default_prefetch);
+  /// Reshards, then starts the reduction of the gradients that are there.
+  void post_backward();
+  /// After the last backward of a step: nothing stays in flight.
+  void finalize_backward();
+  void leave_backward() { training_state_ = TrainingState::kIdle; }
+
+  /// Gathers for another module's turn: in forward, or in backward.
+  void prefetch(TrainingState turn);
+  /// Where this group stood in the forwards of this iteration, latest first; removes it.
+  std::optional<size_t> pop_post_forward_index();
+  void clear_post_forward_indices() { post_forward_indices_.clear(); }
+
+  /// Drops what a step that threw left behind; with `drop_unsharded_grads` also the gradients that
+  /// its backward may have added to half. Never throws.
+  void reset_iteration(bool drop_unsharded_grads) noexcept;
+
+  [[nodiscard]] TrainingState training_state() const { return training_state_; }
+  [[nodiscard]] bool is_unsharded() const { return sharded_state_ == ShardedState::kUnsharded; }
+  [[nodiscard]] std::vector<FSDPParam>& params() { return params_; }
+  [[nodiscard]] GroupSettings& settings() { return settings_; }
+  [[nodiscard]] const FSDPMeshInfoPtr& mesh_info() const { return mesh_info_; }
+  [[nodiscard]] const std::string& module_path() const { return module_path_; }
+  [[nodiscard]] CommContext& comm() { return *comm_; }
+  void set_observer(std::shared_ptr<ScheduleObserver> observer) { observer_ = std::move(observer); }
+
+ private:
+  void check_sharded_params();
+  void check_uniform_dtype() const;
+  void drop_stale_params();
+  void start_all_gather(bool async_op);
+  void to_sharded();
+  void to_sharded_post_forward();
+  void record_post_forward();
+  void keep_unsharded_grads();
+  void start_reduction();
+  void notify(ScheduleEventKind kind, bool changed) const;
+
+  std::vector<FSDPParam> params_;
+  FSDPMeshInfoPtr mesh_info_;
+  c10::Device device_;
+  GroupSettings settings_;
+  std::string module_path_;
+  std::shared_ptr<CommContext> comm_;  // its own until join_root
+  std::shared_ptr<ScheduleObserver> observer_;
+
+  TrainingState training_state_ = TrainingState::kIdle;
+  ShardedState sharded_state_ = ShardedState::kSharded;
+  bool prefetching_ = false;
+  std::optional<AllGatherResult> all_gather_result_;
+  Event reshard_event_;  // of the copy into the post-forward shard
+  std::vector<size_t> post_forward_indices_;
+  std::shared_ptr<Reduction> reduction_;  // the last one
+  at::Tensor partial_reduce_output_;      // HSDP without all-reduce
+};
+
+}  // namespace fsdp

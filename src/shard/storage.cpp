@@ -1,0 +1,44 @@
+#include "shard/storage.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/InferenceMode.h>
+
+// The one file that touches StorageImpl's internals: they move between releases of torch.
+
+namespace fsdp {
+
+void free_storage(const at::Storage& storage, const std::string& access_error) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
+  // nbytes stays: operators that check sizes first then reach the data pointer, and our message.
+  impl->release_data_and_set_meta_custom_data_ptr_error_msg_(access_error);
+}
+
+void allocate_storage(const at::Storage& storage) {
+  if (is_allocated(storage)) return;
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  at::DataPtr bytes = c10::GetAllocator(impl->device_type())->allocate(impl->nbytes());
+  impl->clear_data_ptr_access_error_msg_();
+  impl->set_data_ptr_noswap(std::move(bytes));
+}
+
+bool is_allocated(const at::Storage& storage) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  return impl->nbytes() == 0 || impl->_mutable_data_ptr_no_checks().get() != nullptr;
+}
+
+at::Tensor tensor_over(const at::Storage& storage, at::ScalarType dtype, int64_t offset,
+                       at::IntArrayRef sizes) {
+  const c10::InferenceMode normal_tensors(/*enabled=*/false);
+  const c10::Device device = storage.device();
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      at::Storage(storage),
+      c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, device)),
+      c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  tensor.unsafeGetTensorImpl()->set_storage_offset(offset);
+  return tensor;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+namespace fsdp {
+
+/// Frees the bytes of a storage whose tensors live on: the module's members and what autograd
+/// saved.
+///
+/// The storage keeps its size. An access to the data throws `access_error` until the bytes are
+/// back. Streams: the bytes go back to the allocator on the current stream.
+void free_storage(const at::Storage& storage, const std::string& access_error);
+
+/// Gives a freed storage uninitialised bytes again, at whatever address. Does nothing if it has
+/// any. Streams: allocated on the current stream of the storage's device.
+void allocate_storage(const at::Storage& storage);
+
+/// Whether the storage has its bytes. A storage of size 0 counts as allocated until it is freed.
+[[nodiscard]] bool is_allocated(const at::Storage& storage);
+
+/// A tensor over part of a storage that is nobody's view: a version counter of its own, no
+/// autograd. Shapes: contiguous `sizes` at `offset` elements. The storage may be freed.
+[[nodiscard]] at::Tensor tensor_over(const at::Storage& storage, at::ScalarType dtype,
+                                     int64_t offset, at::IntArrayRef sizes);
+
+}  // namespace fsdp

@@ -1,0 +1,59 @@
+// One process of a sharded training, started by process_parity_test or by torchrun.
+//
+// Trains the small decoder for ten steps and prints "rank step loss" per step; the last line is
+// "rank error <message>" if it failed. With DEATH_RANK that rank kills itself in the fifth step.
+
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+
+#include <ATen/Parallel.h>
+#include <torch/optim/adamw.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
+#include "support/training.h"
+
+namespace {
+
+void train_sharded(const fsdp::ProcessGroupPtr& group, int death_rank) {
+  const fsdp::testing::TrainingOptions options{.optimizer = fsdp::testing::OptimizerKind::kAdamW};
+  fsdp::testing::Transformer model = fsdp::testing::make_model(options.model);
+  for (auto& block : model->blocks) fsdp::fully_shard(*block);
+  fsdp::fully_shard(*model);
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));
+  const int64_t local_batch = options.batch_size / group->getSize();
+  for (int step = 0; step < options.num_steps; ++step) {
+    if (step == 4 && group->getRank() == death_rank) ::kill(::getpid(), SIGKILL);
+    const at::Tensor tokens = fsdp::testing::batch_of_step(options, step)
+                                  .narrow(0, local_batch * group->getRank(), local_batch);
+    const at::Tensor loss = fsdp::testing::loss_of(model, tokens);
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    std::printf("%d %d %.17g\n", group->getRank(), step,
+                fsdp::testing::mean_over_ranks(loss.item<double>(), group));
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace
+
+int main() {
+  at::set_num_threads(1);
+  const char* death_rank = std::getenv("DEATH_RANK");
+  const char* rank = std::getenv("RANK");
+  try {
+    const fsdp::ProcessGroupPtr group = fsdp::init_process_group();
+    train_sharded(group, death_rank != nullptr ? std::atoi(death_rank) : -1);
+    fsdp::destroy_process_group();
+  } catch (const std::exception& error) {
+    std::cout << rank << " error " << fsdp::message_of(error) << std::endl;
+    return 1;
+  }
+  return 0;
+}

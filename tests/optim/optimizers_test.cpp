@@ -1,0 +1,84 @@
+#include <functional>
+#include <memory>
+
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "fsdp/fully_shard.h"
+#include "fsdp/optim.h"
+#include "fsdp/sharded_tensor.h"
+#include "support/models.h"
+
+namespace fsdp {
+namespace {
+
+using OptimizerFactory =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+
+struct OptimizerCase {
+  const char* name;
+  OptimizerFactory make;
+};
+
+template <class Optimizer, class Options>
+OptimizerCase optimizer_case(const char* name, Options options) {
+  return {name, [options](std::vector<at::Tensor> params) {
+            return std::make_unique<Optimizer>(std::move(params), options);
+          }};
+}
+
+class OptimizersTest : public ::testing::TestWithParam<OptimizerCase> {};
+
+// Promise: torch's optimizers work on the sharded parameters as they are: with empty shards (3 rows
+// over 8 ranks), a plain parameter in the same optimizer, clipping, and zero_grad in both ways.
+// World 1: bit-equal to the unsharded training; else only the reduction's rounding differs.
+TEST_P(OptimizersTest, TrainOnShards) {
+  const auto run = [&](bool shard) {
+    testing::MLP model(3);
+    testing::init_parameters(*model);
+    const at::Tensor plain = model->out_proj->bias;
+    if (shard) fully_shard(*model, {.ignored_params = {plain}});
+    const auto optimizer = GetParam().make(model->parameters());
+    for (int step = 0; step < 6; ++step) {
+      const at::Tensor x = at::ones({2, 3}) * (step + 1);
+      model(x).sum().backward();
+      clip_grad_norm_(model->parameters(), 0.5);
+      optimizer->step();
+      optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+    }
+    std::vector<at::Tensor> whole;
+    for (const at::Tensor& param : model->parameters())
+      whole.push_back(full_tensor(param).detach());
+    return whole;
+  };
+  const std::vector<at::Tensor> expected = run(/*shard=*/false);
+  for (const int world_size : {1, 2, 8}) {
+    run_ranks(world_size, [&](const ProcessGroupPtr&) {
+      const std::vector<at::Tensor> ours = run(/*shard=*/true);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(world_size == 1 ? ours[i].equal(expected[i])
+                                    : ours[i].allclose(expected[i], 1e-5, 1e-6))
+            << GetParam().name << ", world " << world_size << ", parameter " << i;
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Torch, OptimizersTest,
+    ::testing::Values(
+        optimizer_case<torch::optim::SGD>("SGD", torch::optim::SGDOptions(0.1)),
+        optimizer_case<torch::optim::SGD>(
+            "SGDMomentum",
+            torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01)),
+        optimizer_case<torch::optim::Adam>("Adam", torch::optim::AdamOptions(1e-2)),
+        optimizer_case<torch::optim::AdamW>("AdamW", torch::optim::AdamWOptions(1e-2)),
+        optimizer_case<torch::optim::AdamW>("AmsGrad",
+                                            torch::optim::AdamWOptions(1e-2).amsgrad(true))),
+    [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace fsdp
