@@ -205,5 +205,81 @@ TEST(ScheduleEvents, SetModulesToBackwardPrefetch) {
   });
 }
 
+// Promise: a gather for the wrong direction is used by nobody, waited for at the end of backward
+// and dropped; numbers stay those of one process.
+TEST(ScheduleEvents, BackwardMisprefetch) {
+  run_ranks(kWorldSize, [](const ProcessGroupPtr&) {
+    testing::MLP reference(16);
+    testing::MLP model(16);
+    testing::init_parameters(*reference);
+    testing::init_parameters(*model);
+    for (auto* linear : {&model->in_proj, &model->out_proj}) {
+      fully_shard(**linear, {.reshard_after_forward = true});
+    }
+    fully_shard(*model);
+    model->in_proj->set_modules_to_backward_prefetch({&*model->out_proj});
+    torch::optim::Adam reference_optimizer(reference->parameters(),
+                                           torch::optim::AdamOptions(1e-2));
+    torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
+    const auto recorder = std::make_shared<Recorder>("URP");
+    set_schedule_observer(*model, recorder);
+    for (int iteration = 0; iteration < 3; ++iteration) {
+      const at::Tensor x = at::ones({2, 16}) * (iteration + 1);
+      const at::Tensor expected = reference(x).sum();
+      const at::Tensor loss = model(x).sum();
+      EXPECT_NEAR(loss.item<float>(), expected.item<float>(), 1e-5 * expected.item<float>());
+      EXPECT_EQ(recorder->take(), forward_events("Uin_proj Rin_proj Uout_proj Rout_proj"));
+      expected.backward();
+      loss.backward();
+      EXPECT_EQ(
+          recorder->take(),
+          backward_events("Uout_proj Uin_proj Rout_proj Pout_proj Uout_proj Rin_proj Pin_proj"));
+      reference_optimizer.step();
+      optimizer.step();
+      reference_optimizer.zero_grad();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+// Promise: an observer is told of every call, whether it is a prefetch, and whether it did
+// anything.
+TEST(ScheduleEvents, PrefetchAndChangedAreTold) {
+  struct Flags : ScheduleObserver {
+    void on_event(const ScheduleEvent& event) override {
+      lines.push_back(std::string(to_string(event.kind)) + " " + event.module_path +
+                      (event.prefetch ? " prefetch" : "") + (event.changed ? " changed" : ""));
+    }
+    std::vector<std::string> lines;
+  };
+  run_ranks(2, [](const ProcessGroupPtr&) {
+    testing::MLP model(4);
+    fully_shard(*model->in_proj);
+    fully_shard(*model->out_proj);
+    FSDPModule& root = fully_shard(*model);
+    const auto flags = std::make_shared<Flags>();
+    set_schedule_observer(*model, flags);
+    const at::Tensor y = model(at::ones({1, 4}).set_requires_grad(true)).sum();
+    EXPECT_EQ(flags->lines,
+              (std::vector<std::string>{"unshard in_proj changed", "reshard in_proj changed",
+                                        "unshard out_proj changed", "reshard out_proj changed"}));
+    flags->lines.clear();
+    y.backward();
+    EXPECT_EQ(flags->lines,
+              (std::vector<std::string>{
+                  "unshard out_proj changed", "unshard in_proj prefetch changed",
+                  "reshard out_proj changed", "post_backward out_proj changed", "unshard in_proj",
+                  "reshard in_proj changed", "post_backward in_proj changed"}));
+    flags->lines.clear();
+    model->in_proj->reshard();
+    EXPECT_EQ(flags->lines, (std::vector<std::string>{"reshard in_proj"}));
+    flags->lines.clear();
+    set_schedule_observer(*model, nullptr);
+    root.unshard();
+    model->in_proj->unshard();
+    EXPECT_TRUE(flags->lines.empty());
+  });
+}
+
 }  // namespace
 }  // namespace fsdp

@@ -171,6 +171,31 @@ TEST(GradientAccumulation, NoSyncAddsUpInTheReduceDtype) {
   });
 }
 
+// Promise: a custom divide factor divides the sum over all ranks, exactly once: in fp32 and fp16
+// reduction, in FSDP and HSDP, with one rank, and where the factor is the number of shards.
+TEST(GradientDivideFactor, DividesTheSumOnce) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1}, {4}, {2, 2}, {1, 2}, {4, 1}}) {
+    run_ranks(static_cast<int>(c10::multiply_integers(shape)), [&](const ProcessGroupPtr& group) {
+      const DeviceMeshPtr mesh =
+          init_device_mesh(c10::DeviceType::CPU, shape,
+                           shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"}
+                                             : std::vector<std::string>{});
+      for (const at::ScalarType reduce_dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+        for (const double factor : {0.5, 2.0, 4.0, 8.0}) {  // exact in every dtype
+          fsdp::nn::Linear model(torch::nn::LinearOptions(3, 5).bias(false));
+          fully_shard(*model, {.mesh = mesh, .mp_policy = {.reduce_dtype = reduce_dtype}});
+          model->set_gradient_divide_factor(factor);
+          model(at::full({1, 3}, group->getRank() + 1.0)).sum().backward();
+          const double sum = group->getSize() * (group->getSize() + 1) / 2.0;
+          EXPECT_TRUE(
+              full_tensor(model->parameters()[0].grad()).equal(at::full({5, 3}, sum / factor)))
+              << "factor " << factor << " in " << reduce_dtype << " on mesh " << shape;
+        }
+      }
+    });
+  }
+}
+
 // Promise: two forwards before one backward, also with retain_graph and a second backward, give the
 // gradients of one process, and the optimizer's steps in between count.
 TEST(SeveralForwards, OneBackward) {
