@@ -16,7 +16,11 @@ TEST_JOBS ?= 2
 
 NINJA = cmake --build $(BUILD) --parallel $(JOBS)
 
-.PHONY: help train test build format check-format install clean FORCE
+# Trains with PyTorch's FSDP2 and compares with the values that golden_test holds us to.
+golden: .deps/stamp
+	@OMP_NUM_THREADS=1 .deps/venv/bin/python tests/golden/make_golden.py --check
+
+.PHONY: help train test golden build format check-format install clean FORCE
 .DEFAULT_GOAL := help
 
 help:

@@ -183,12 +183,18 @@ bool ThreadRoom::abort(int job_rank, const std::string& message) {
 
 void ThreadRoom::leave(int job_rank) {
   std::vector<std::shared_ptr<ThreadGroup>> all;
+  std::string failure;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     left_[static_cast<size_t>(job_rank)] = 1;
+    failure = failure_;
     all = groups();
   }
-  for (const auto& group : all) group->mark_left(job_rank);
+  for (const auto& group : all) {
+    // An abort may be under way that has not reached this group: then that is the reason.
+    if (!failure.empty()) group->fail(failure);
+    group->mark_left(job_rank);
+  }
 }
 
 void ThreadRoom::expire() {

@@ -1,6 +1,7 @@
 #include "fsdp/optim.h"
 
 #include <cmath>
+#include <unordered_set>
 
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
@@ -24,7 +25,9 @@ struct Gradients {
 
 Gradients collect_grads(const std::vector<at::Tensor>& params) {
   Gradients result;
+  std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& param : params) {
+    if (!seen.insert(param.unsafeGetTensorImpl()).second) continue;  // shared, under two names
     const ShardedTensorSpec* spec = spec_of(param);
     if (spec != nullptr) {
       FSDP_CHECK(ConfigError, !result.shard_group || result.shard_group == spec->shard_group(),

@@ -106,7 +106,7 @@ void leave() {
 }
 
 // Some rank is not started.
-void incomplete() { join(std::chrono::milliseconds(2000)); }
+void incomplete() { join(std::chrono::milliseconds(1500)); }
 
 }  // namespace
 

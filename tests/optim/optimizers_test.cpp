@@ -67,6 +67,22 @@ TEST_P(OptimizersTest, TrainOnShards) {
   }
 }
 
+// Promise: parameters() of this library lists a tied parameter once, where the module's own lists
+// it under both names; clipping counts it once either way.
+TEST(Parameters, EachOnce) {
+  run_ranks(2, [](const ProcessGroupPtr&) {
+    testing::Transformer model(testing::TransformerOptions{.weight_tying = true});
+    fully_shard(*model);
+    const std::vector<at::Tensor> once = parameters(*model);
+    EXPECT_EQ(once.size() + 1, model->parameters().size());
+    for (const at::Tensor& param : once) {
+      at::Tensor(param).mutable_grad() = at::ones(param.sizes());
+    }
+    const float norm = clip_grad_norm_(once, 1e9).item<float>();
+    EXPECT_EQ(clip_grad_norm_(model->parameters(), 1e9).item<float>(), norm);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Torch, OptimizersTest,
     ::testing::Values(

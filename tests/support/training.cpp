@@ -8,6 +8,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "fsdp/optim.h"
 #include "fsdp/sharded_tensor.h"
 
 namespace fsdp::testing {
@@ -58,7 +59,7 @@ TrainingLog train(const TrainingOptions& options, const ProcessGroupPtr& group,
                   const std::function<void(Transformer&)>& shard) {
   Transformer model = make_model(options.model);
   shard(model);
-  const auto optimizer = make_optimizer(options.optimizer, model->parameters());
+  const auto optimizer = make_optimizer(options.optimizer, parameters(*model));
   const int64_t world_size = group ? group->getSize() : 1;
   const int64_t local_batch = options.batch_size / world_size;
   const int64_t first = group ? local_batch * group->getRank() : 0;
