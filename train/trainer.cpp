@@ -46,12 +46,6 @@ models::LlamaForCausalLM make_model(const TrainConfig& config) {
   return llama;
 }
 
-std::vector<at::Tensor> params_of(const models::LlamaForCausalLM& llama) {
-  std::vector<at::Tensor> params;
-  for (const auto& [name, param] : unique_parameters(*llama)) params.push_back(param);
-  return params;
-}
-
 torch::optim::AdamW make_optimizer(const TrainConfig& config,
                                    const std::vector<at::Tensor>& params) {
   std::vector<at::Tensor> matrices, vectors;  // a shard may be empty: what counts is the whole
@@ -102,7 +96,7 @@ Trainer::Trainer(const TrainConfig& config, const TokenFile& data, ProcessGroupP
                 .warmup_steps = config.warmup_steps,
                 .steps = config.steps},
       llama_(make_model(config)),
-      params_(params_of(llama_)),
+      params_(parameters(*llama_)),
       optimizer_(make_optimizer(config, params_)) {}
 
 StepMetrics Trainer::step(int64_t step) {

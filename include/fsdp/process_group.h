@@ -8,10 +8,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-namespace c10d {
-class ProcessGroup;
-class Store;
-}  // namespace c10d
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace fsdp {
 

@@ -1,0 +1,163 @@
+// Question: how much host time does sharding cost per group and step, with communication taken out?
+//
+// A chain of small linears, each its own group, over a backend whose collectives do nothing.
+// Process CPU time (all threads) of forward and backward, the same chain unsharded subtracted; the
+// fastest of the repetitions, since other work on the machine only adds. One JSON line per
+// configuration. Beside it: bench/peer/host_overhead.py, the same in PyTorch's FSDP2, and the
+// floor: the two collective calls alone, through the dispatcher.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <functional>
+#include <string>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "fsdp/fsdp.h"
+
+namespace {
+
+class DoneWork final : public c10d::Work {
+ public:
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+// Collectives that touch no memory.
+class NoopBackend final : public c10d::Backend {
+ public:
+  using c10d::Backend::Backend;
+  const std::string getBackendName() const override { return "noop"; }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor&, at::Tensor&,
+                                                 const c10d::AllgatherOptions&) override {
+    return c10::make_intrusive<DoneWork>();
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor&, at::Tensor&,
+                                                      const c10d::ReduceScatterOptions&) override {
+    return c10::make_intrusive<DoneWork>();
+  }
+};
+
+fsdp::ProcessGroupPtr noop_group(int world_size) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(/*rank=*/0, world_size);
+  group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                    c10::make_intrusive<NoopBackend>(0, world_size));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  return group;
+}
+
+// `params_per_group` of them: linears in a row, two parameters each.
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int params_per_group) {
+    for (int i = 0; i < params_per_group / 2; ++i) {
+      linears.push_back(register_module(std::to_string(i), torch::nn::Linear(8, 8)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& linear : linears) x = linear(x);
+    return x;
+  }
+  std::vector<torch::nn::Linear> linears;
+};
+FSDP_MODULE(Block);
+
+struct ChainImpl : torch::nn::Module {
+  ChainImpl(int num_groups, int params_per_group) {
+    for (int i = 0; i < num_groups; ++i) {
+      blocks.push_back(register_module(std::to_string(i), Block(params_per_group)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& block : blocks) x = block(x);
+    return x;
+  }
+  std::vector<Block> blocks;
+};
+FSDP_MODULE(Chain);
+
+double cpu_us() {
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e6 + static_cast<double>(time.tv_nsec) / 1e3;
+}
+
+struct Times {
+  double forward = 1e30;
+  double backward = 1e30;
+};
+
+Times fastest_step(Chain& model, int repetitions) {
+  const at::Tensor x = at::ones({1, 8}).set_requires_grad(true);
+  Times best;
+  for (int i = 0; i < repetitions + 2; ++i) {
+    const double begin = cpu_us();
+    const at::Tensor loss = model(x).sum();
+    const double middle = cpu_us();
+    loss.backward();
+    const double end = cpu_us();
+    for (at::Tensor& param : model->parameters()) param.mutable_grad().reset();
+    if (i < 2) continue;  // first allocations, lazy init
+    best.forward = std::min(best.forward, middle - begin);
+    best.backward = std::min(best.backward, end - middle);
+  }
+  return best;
+}
+
+// What an all-gather and a reduce-scatter cost that do nothing: twice a gather, once a reduction.
+double floor_us(const fsdp::ProcessGroupPtr& group) {
+  at::Tensor small = at::zeros({8}), large = at::zeros({8 * group->getSize()});
+  constexpr int kCalls = 2000;
+  double best = 1e30;
+  for (int repetition = 0; repetition < 5; ++repetition) {
+    const double begin = cpu_us();
+    for (int i = 0; i < kCalls; ++i) {
+      group->_allgather_base(large, small);
+      group->_allgather_base(large, small);
+      group->_reduce_scatter_base(small, large);
+    }
+    best = std::min(best, (cpu_us() - begin) / kCalls);
+  }
+  return best;
+}
+
+void run(int num_groups, int world_size, int params_per_group, int repetitions) {
+  Chain eager(num_groups, params_per_group);
+  Chain sharded(num_groups, params_per_group);
+  const fsdp::ProcessGroupPtr group = noop_group(world_size);
+  const auto mesh = std::make_shared<const fsdp::DeviceMesh>(
+      c10::kCPU, std::vector<int64_t>{world_size}, std::vector<std::string>{}, group);
+  for (auto& block : sharded->blocks) {
+    fsdp::fully_shard(*block, {.mesh = mesh, .reshard_after_forward = true});
+  }
+  fsdp::fully_shard(*sharded, {.mesh = mesh});
+  const Times without = fastest_step(eager, repetitions);
+  const Times with = fastest_step(sharded, repetitions);
+  const double forward = (with.forward - without.forward) / num_groups;
+  const double backward = (with.backward - without.backward) / num_groups;
+  std::printf(
+      "{\"case\": \"host-overhead\", \"who\": \"libfsdp\", \"groups\": %d, \"world_size\": %d, "
+      "\"params_per_group\": %d, \"unit\": \"us of CPU per group\", \"forward\": %.1f, "
+      "\"backward\": %.1f, \"total\": %.1f, \"eager\": %.1f, \"floor\": %.1f}\n",
+      num_groups, world_size, params_per_group, forward, backward, forward + backward,
+      (without.forward + without.backward) / num_groups, floor_us(group));
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  const int repetitions = argc > 1 ? std::atoi(argv[1]) : 20;
+  for (const int num_groups : {50, 100, 400}) run(num_groups, 2, 2, repetitions);
+  for (const int world_size : {128, 1024}) run(100, world_size, 2, repetitions);
+  run(50, 2, 64, repetitions);
+  return 0;
+}
