@@ -30,6 +30,9 @@ class ForwardHooks {
   virtual void post_forward(torch::nn::Module& module, TensorRefs& outputs) = 0;
   /// Instead of post_forward when forward, or pre_forward, threw.
   virtual void forward_threw(torch::nn::Module& module) noexcept = 0;
+  /// After the module's to(): its parameters may have other storages, and have lost what they
+  /// carry.
+  virtual void converted(torch::nn::Module& module) { (void)module; }
 };
 
 /// Ends an asynchronous unshard. It may be waited for any number of times, or not at all: the

@@ -33,7 +33,8 @@
 /// [Note: limits of a hooked forward]
 ///  - Forward gets a copy of each tensor handle, so that hooks may replace it. What it assigned
 ///    to a `Tensor&` parameter would be lost: such a forward does not compile. Return the tensor,
-///    or take a pointer. Edits in place (`x.add_(1)`) are seen as ever.
+///    or take a pointer. Edits in place (`x.add_(1)`) are seen as ever; of an
+///    input that requires grad of a sharded module they are autograd's error, as in FSDP2.
 ///  - A result that refers to tensors (`const Tensor&`, std::tie) is returned as a value.
 ///  - `block->forward(x, {})` does not compile if more arguments follow that are left out: a brace
 ///    has no type to deduce. Name it, `Tensor()`, or give all arguments.
@@ -173,6 +174,20 @@ class HookedModule : public M, public FSDPModule {
   ///          something else than an M.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override;
+
+  /// Converts as M does; sharded parameters stay sharded parameters.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
+    M::to(device, dtype, non_blocking);
+    if (forward_hooks() != nullptr) forward_hooks()->converted(*this);
+  }
+  void to(torch::Dtype dtype, bool non_blocking = false) override {
+    M::to(dtype, non_blocking);
+    if (forward_hooks() != nullptr) forward_hooks()->converted(*this);
+  }
+  void to(torch::Device device, bool non_blocking = false) override {
+    M::to(device, non_blocking);
+    if (forward_hooks() != nullptr) forward_hooks()->converted(*this);
+  }
 
   /// Prints what M prints.
   void pretty_print(std::ostream& stream) const override;

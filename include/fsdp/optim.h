@@ -26,9 +26,11 @@ struct ClipGradNormOptions {
 /// Scales the gradients of `params` so that their total norm over all ranks is at most `max_norm`.
 ///
 /// Takes sharded and plain parameters mixed; a plain gradient is the same on every rank and is
-/// counted once, and so is a parameter that occurs twice. torch::nn::utils::clip_grad_norm_ would see this rank's shards alone.
+/// counted once, and so is a parameter that occurs twice. torch::nn::utils::clip_grad_norm_ would
+/// see this rank's shards alone.
 ///
-/// Shapes:  returns the total norm before scaling, a 0-dim float tensor, the same on every rank;
+/// Shapes:  returns the total norm before scaling, a 0-dim tensor of float (of double if a
+/// parameter is), the same on every rank;
 ///          0 if no parameter has a gradient.
 /// Ranks:   collective over the shard group, also on a rank whose gradients are all empty.
 /// Errors:  ConfigError for a norm type that is not positive, or sharded parameters of different

@@ -126,7 +126,11 @@ void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
     return;
   }
   const bool first = training_state_ != TrainingState::kForward;
-  if (first) begin_iteration(module, inputs);
+  if (first) {
+    begin_iteration(module, inputs);
+  } else {
+    ++num_nested_forwards_;
+  }
   training_state_ = TrainingState::kForward;
   if (casts) cast_floating(inputs, *policy.param_dtype);
   if (group_ && group_->pre_forward()) add_post_backward_node(inputs, shared_from_this());
@@ -138,7 +142,9 @@ void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
 }
 
 void FSDPState::post_forward(torch::nn::Module&, TensorRefs& outputs) {
-  if (training_state_ != TrainingState::kPreBackward) {
+  if (num_nested_forwards_ > 0) {  // the module called itself: the outer forward goes on
+    --num_nested_forwards_;
+  } else if (training_state_ != TrainingState::kPreBackward) {
     if (group_) group_->post_forward();
     add_pre_backward_hook(outputs, shared_from_this());
     training_state_ = TrainingState::kIdle;
@@ -153,11 +159,16 @@ void FSDPState::post_forward(torch::nn::Module&, TensorRefs& outputs) {
 void FSDPState::forward_threw(torch::nn::Module&) noexcept {
   if (in_backward()) return;  // backward ends with this error; the next forward finds it unfinished
   training_state_ = TrainingState::kIdle;
+  num_nested_forwards_ = 0;
   if (group_) group_->reset_iteration(/*drop_unsharded_grads=*/false);
   if (context_->iteration_root == this) {
     context_->iteration_root = nullptr;
     context_->needs_reset = true;
   }
+}
+
+void FSDPState::converted(torch::nn::Module&) {
+  if (group_) group_->take_back_sharded_params();
 }
 
 void FSDPState::queue_final_callback() {
@@ -181,6 +192,8 @@ void FSDPState::pre_backward() {
 }
 
 void FSDPState::post_backward() {
+  queue_final_callback();  // pre_backward did, unless the outputs were of a type we cannot look
+                           // into
   if (group_) group_->post_backward();
 }
 
@@ -198,6 +211,7 @@ void FSDPState::reset_iter_state() {
   if (!context_->comm) return;  // nothing has run yet
   for (const auto& state : context_->states()) {
     state->training_state_ = TrainingState::kIdle;
+    state->num_nested_forwards_ = 0;
     if (state->group_) state->group_->reset_iteration(/*drop_unsharded_grads=*/backward_threw);
   }
   context_->comm->drop_in_flight();

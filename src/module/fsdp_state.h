@@ -37,6 +37,7 @@ class FSDPState final : public ForwardHooks, public std::enable_shared_from_this
   void pre_forward(torch::nn::Module& module, TensorRefs& inputs) override;
   void post_forward(torch::nn::Module& module, TensorRefs& outputs) override;
   void forward_threw(torch::nn::Module& module) noexcept override;
+  void converted(torch::nn::Module& module) override;
 
   /// The gradient of an output has arrived.
   void pre_backward();
@@ -67,6 +68,7 @@ class FSDPState final : public ForwardHooks, public std::enable_shared_from_this
   MixedPrecisionPolicy no_policy_;
   bool auto_reshard_;  // reshard_after_forward was left unset
   TrainingState training_state_ = TrainingState::kIdle;
+  int num_nested_forwards_ = 0;
   std::optional<bool> is_root_;  // unset until lazy init
   std::shared_ptr<RootContext> context_ = std::make_shared<RootContext>();
 };

@@ -5,6 +5,8 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/parameterdict.h>
+#include <torch/nn/modules/container/parameterlist.h>
 
 #include "fsdp/error.h"
 #include "module/fsdp_state.h"
@@ -43,6 +45,17 @@ void collect_modules(const std::string& path, torch::nn::Module& module,
   managed.modules.emplace_back(&module, path);
 }
 
+// They hand out what stands in the dictionary, and so would give forward this rank's part.
+void check_container(const std::string& path, torch::nn::Module& module) {
+  FSDP_CHECK(ConfigError,
+             dynamic_cast<torch::nn::ParameterListImpl*>(&module) == nullptr &&
+                 dynamic_cast<torch::nn::ParameterDictImpl*>(&module) == nullptr,
+             "fully_shard: '", path,
+             "' is a ParameterList or ParameterDict, from which forward "
+             "would read this rank's part of each parameter. Hold the parameters as tensor members "
+             "of a module instead.");
+}
+
 Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
   std::unordered_set<const c10::TensorImpl*> ignored;
   for (const at::Tensor& param : options.ignored_params)
@@ -53,6 +66,7 @@ Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
   collect_modules("", module, visited, managed);
   std::unordered_map<const c10::TensorImpl*, size_t> index_of;
   for (const auto& [submodule, path] : managed.modules) {
+    check_container(path, *submodule);
     for (const auto& entry : parameter_dict(*submodule)) {
       const at::Tensor& tensor = entry.value();
       if (!tensor.defined() || ignored.count(tensor.unsafeGetTensorImpl()) != 0) continue;
@@ -92,11 +106,10 @@ void check_param(ManagedParam& param, const FullyShardOptions& options, int64_t 
       checked_shard_dim("fully_shard", param.name, tensor.sizes(), placement, shard_size);
 }
 
-void check_ignored(const FullyShardOptions& options, c10::Device device) {
+void check_ignored(const FullyShardOptions& options) {
   for (const at::Tensor& param : options.ignored_params) {
     FSDP_CHECK(ConfigError, param.defined(), "fully_shard: an ignored parameter is undefined.");
   }
-  (void)device;
 }
 
 FSDPMeshInfoPtr make_mesh_info(const DeviceMeshPtr& mesh) {
@@ -185,7 +198,7 @@ FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& opti
   const DeviceMeshPtr mesh = options.mesh ? options.mesh : init_device_mesh(c10::DeviceType::CPU);
   const FSDPMeshInfoPtr mesh_info = make_mesh_info(mesh);
   const c10::Device device = with_index(c10::Device(mesh->device_type()));
-  check_ignored(options, device);
+  check_ignored(options);
   Managed managed = collect(module, options);
   for (ManagedParam& param : managed.params) check_param(param, options, mesh_info->shard_size());
   GroupSettings settings{.mp_policy = options.mp_policy,

@@ -1,6 +1,5 @@
 #include "module/hooks.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -43,10 +42,13 @@ void add_post_backward_node(TensorRefs& inputs, const std::shared_ptr<FSDPState>
     if (!input->requires_grad()) continue;
     at::Tensor output;
     {
-      const at::AutoDispatchBelowADInplaceOrView no_autograd;
-      output = input->detach();
+      const c10::NoGradGuard no_grad;
+      output = input->view_as(*input);
     }
-    autograd::impl::set_version_counter(output, autograd::impl::version_counter(*input));
+    // An in-place edit of this view could not reach the input's gradient: as in FSDP2 it is an
+    // error.
+    autograd::impl::get_view_autograd_meta(output)->set_creation_meta(
+        autograd::CreationMeta::IN_CUSTOM_FUNCTION);
     autograd::create_gradient_edge(output, node);
     *input = std::move(output);
   }
@@ -55,7 +57,9 @@ void add_post_backward_node(TensorRefs& inputs, const std::shared_ptr<FSDPState>
 void add_pre_backward_hook(const TensorRefs& outputs, const std::shared_ptr<FSDPState>& state) {
   if (!c10::GradMode::is_enabled()) return;
   for (const at::Tensor* output : outputs) {
-    if (!output->requires_grad()) continue;
+    // A leaf (a parameter, or somebody's tensor passed through) outlives the step, and so would the
+    // hook; and nothing of this module's backward comes after its gradient.
+    if (!output->requires_grad() || output->is_leaf()) continue;
     output->register_hook([state](const at::Tensor&) { state->pre_backward(); });
   }
 }

@@ -10,8 +10,8 @@ namespace fsdp {
 /// Puts one autograd node behind all inputs that require grad. When their gradients have arrived
 /// (and so, the engine's order says, those of the module's parameters) it calls post_backward().
 ///
-/// The new inputs share their originals' version counters: an in-place edit of one still gives
-/// autograd's own error. Does nothing without grad mode or without such inputs.
+/// The new inputs are views of their originals that autograd refuses to edit in place. Does nothing
+/// without grad mode or without such inputs.
 void add_post_backward_node(TensorRefs& inputs, const std::shared_ptr<FSDPState>& state);
 
 /// Calls pre_backward() when the gradient of any of these outputs arrives.

@@ -1,5 +1,6 @@
 #include "fsdp/optim.h"
 
+#include <algorithm>
 #include <cmath>
 #include <unordered_set>
 
@@ -47,7 +48,8 @@ at::Tensor norm_power(const std::vector<at::Tensor>& grads, double p, at::Tensor
   std::vector<at::Tensor> norms{at::zeros({}, options)};
   for (const at::Tensor& grad : grads) {
     if (grad.numel() == 0) continue;
-    norms.push_back(at::linalg_vector_norm(grad, p, {}, /*keepdim=*/false, at::kFloat).to(options));
+    const at::ScalarType dtype = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    norms.push_back(at::linalg_vector_norm(grad, p, {}, /*keepdim=*/false, dtype).to(options));
   }
   const at::Tensor stacked = at::stack(norms);
   return std::isinf(p) ? stacked.max() : stacked.pow(p).sum();
@@ -61,9 +63,12 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
   FSDP_CHECK(ConfigError, p > 0, "clip_grad_norm_: norm_type must be positive, is ", p, ".");
   const c10::NoGradGuard no_grad;
   const Gradients grads = collect_grads(params);
+  const bool has_double = std::any_of(params.begin(), params.end(), [](const at::Tensor& param) {
+    return param.scalar_type() == at::kDouble;  // the same on every rank, gradients or not
+  });
   const auto tensor_options =
       at::TensorOptions()
-          .dtype(at::kFloat)
+          .dtype(has_double ? at::kDouble : at::kFloat)
           .device(params.empty() ? c10::Device(c10::kCPU) : params.front().device());
 
   at::Tensor total = norm_power(grads.sharded, p, tensor_options);
@@ -76,8 +81,8 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
   }
   const at::Tensor plain = norm_power(grads.plain, p, tensor_options);
   total = std::isinf(p) ? at::max(total, plain) : (total + plain).pow(1.0 / p);
-  FSDP_CHECK(StateError, !options.error_if_nonfinite || std::isfinite(total.item<float>()),
-             "clip_grad_norm_: the total norm of the gradients is ", total.item<float>(),
+  FSDP_CHECK(StateError, !options.error_if_nonfinite || std::isfinite(total.item<double>()),
+             "clip_grad_norm_: the total norm of the gradients is ", total.item<double>(),
              ", so they cannot be clipped. Look for an overflow in this step, or leave "
              "error_if_nonfinite out to scale by it anyway.");
   const at::Tensor scale = (max_norm / (total + 1e-6)).clamp_max(1.0);

@@ -1,5 +1,7 @@
 #include "reduce/reduce_scatter.h"
 
+#include <unordered_map>
+
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -143,12 +145,29 @@ void Reduction::abandon() noexcept {
   work_.reset();
 }
 
+void Reduction::add_partial_output() {
+  if (!partial_output_.flat.defined()) return;
+  std::unordered_map<const FSDPParam*, int64_t> offset_of;
+  int64_t offset = 0;
+  for (const FSDPParam* param : params_) {
+    offset_of[param] = offset;
+    offset += part_numel(*param);
+  }
+  offset = 0;
+  for (const FSDPParam* param : partial_output_.params) {
+    const int64_t numel = part_numel(*param);
+    output_.narrow(0, offset_of.at(param), numel)
+        .add_(partial_output_.flat.narrow(0, offset, numel));
+    offset += numel;
+  }
+  partial_output_ = {};
+}
+
 // Adds up over the replicas; false if the sum is kept for a later reduction instead.
 bool Reduction::all_reduce() {
-  if (partial_output_.defined()) output_.add_(partial_output_);
-  partial_output_.reset();
+  add_partial_output();
   if (!all_reduce_grads_) {
-    partial_output_ = output_;
+    partial_output_ = {.flat = output_, .params = params_};
     return false;
   }
   if (output_.numel() == 0) return true;

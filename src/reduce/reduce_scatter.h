@@ -12,6 +12,12 @@
 
 namespace fsdp {
 
+/// HSDP: the sum over this rank's shard group of reductions that were not all-reduced yet.
+struct PartialOutput {
+  at::Tensor flat;                 ///< undefined: there is none
+  std::vector<FSDPParam*> params;  ///< whose parts lie in it, one after the other
+};
+
 /// What one group reduces after its backward.
 struct ReduceRequest {
   std::vector<FSDPParam*> params;  ///< those that have a gradient; they outlive the reduction
@@ -22,7 +28,7 @@ struct ReduceRequest {
   at::ScalarType orig_dtype = at::kFloat;      ///< of the sharded gradients
   std::optional<double> divide_factor;
   bool all_reduce_grads = true;  ///< HSDP: false keeps a partial sum for a later reduction
-  at::Tensor partial_output;     ///< HSDP: of earlier reductions without all-reduce
+  PartialOutput partial_output;  ///< of earlier reductions; its params are among `params`
 };
 
 struct ReduceStreams {
@@ -61,11 +67,12 @@ class Reduction {
   /// After finish(): the sharded gradients are written.
   [[nodiscard]] const Event& post_reduce() const { return post_reduce_; }
   /// After finish() without all-reduce: the sum over this rank's shard group so far.
-  [[nodiscard]] at::Tensor take_partial_output() { return std::move(partial_output_); }
+  [[nodiscard]] PartialOutput take_partial_output() { return std::move(partial_output_); }
 
  private:
   void copy_in(const std::vector<at::Tensor>& grads);
   void start(const DivideFactors& factors);
+  void add_partial_output();
   bool all_reduce();
   void write_sharded_grads(const Stream& stream);
 
@@ -75,7 +82,7 @@ class Reduction {
   DivideFactors factors_;
   at::ScalarType orig_dtype_;
   bool all_reduce_grads_;
-  at::Tensor partial_output_;
+  PartialOutput partial_output_;
   at::Tensor input_;   // 1-D, rank 0's parts, rank 1's parts, ...
   at::Tensor output_;  // 1-D, this rank's parts
   c10::intrusive_ptr<c10d::Work> work_;

@@ -1,5 +1,8 @@
 #include "schedule/fsdp_param_group.h"
 
+#include <algorithm>
+#include <utility>
+
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -42,17 +45,20 @@ void FSDPParamGroup::notify(ScheduleEventKind kind, bool changed) const {
 
 // A conversion of the module (to(), torch::load, set_data) moves sharded parameters off the flat
 // shard without a word. Every gather looks first, so that no step runs with old weights.
-void FSDPParamGroup::check_sharded_params() {
-  bool converted = false;
+void FSDPParamGroup::take_back_sharded_params() {
   for (FSDPParam& param : params_) {
     const at::Tensor& sharded = param.sharded_param();
     FSDP_CHECK(StateError, sharded.device() == device_, "unshard: the sharded parameter ",
                describe(param.spec()->fqn, param.spec()->sizes), " is on ", sharded.device(),
                ", its group works on ", device_,
                ". Move the model before fully_shard(), with the mesh of that device.");
-    converted = param.reset_sharded_param() || converted;
+    converted_ = param.reset_sharded_param() || converted_;
   }
-  if (!converted) return;
+}
+
+void FSDPParamGroup::check_sharded_params() {
+  take_back_sharded_params();
+  if (!converted_) return;
   check_uniform_dtype();
   FSDP_CHECK(
       StateError,
@@ -61,6 +67,7 @@ void FSDPParamGroup::check_sharded_params() {
       "' were converted or loaded between a forward and its backward. Do so before the "
       "forward, or after the optimizer's step.");
   for (FSDPParam& param : params_) param.init_dtypes(settings_.mp_policy);
+  converted_ = false;
 }
 
 void FSDPParamGroup::check_uniform_dtype() const {
@@ -87,7 +94,12 @@ void FSDPParamGroup::unshard(bool async_op) {
     reshard_event_ = Event();
   }
   check_sharded_params();
-  for (FSDPParam& param : params_) param.note_gather();
+  gathered_before_step_ = false;
+  reduced_since_gather_ = false;
+  for (FSDPParam& param : params_) {
+    param.note_gather();
+    gathered_before_step_ = gathered_before_step_ || param.sharded_param().grad().defined();
+  }
   start_all_gather(async_op);
 }
 
@@ -154,13 +166,38 @@ void FSDPParamGroup::to_sharded_post_forward() {
   sharded_state_ = ShardedState::kShardedPostForward;
 }
 
-// Parameters that stayed unsharded after an earlier forward do not see what an optimizer, a load or
-// a conversion did to the sharded ones since.
-void FSDPParamGroup::drop_stale_params() {
-  if (!is_unsharded()) return;
+// Parameters that stayed unsharded after an earlier forward, or a gather that nobody has used, do
+// not see what an optimizer, a load or a conversion did to the sharded ones since. A write through
+// data() (torch::optim::SGD does so) moves no version counter: where a step is likely, gather anew.
+// What decides is the same on every rank.
+bool FSDPParamGroup::may_be_stale() const {
   for (const FSDPParam& param : params_) {
-    if (param.changed_since_gather()) return reshard();
+    if (param.changed_since_gather()) return true;
   }
+  if (!post_forward_indices_.empty()) return false;  // a backward is to come first
+  return reduced_since_gather_ || (gathered_before_step_ && is_unsharded());
+}
+
+void FSDPParamGroup::drop_stale_params() {
+  if (!is_unsharded() && !all_gather_result_) return;
+  if (may_be_stale()) {
+    drop_gather();
+    reshard();
+    return;
+  }
+  for (FSDPParam& param : params_) param.sync_requires_grad();
+}
+
+// Ends a gather that nobody will use.
+void FSDPParamGroup::drop_gather() noexcept {
+  if (!all_gather_result_) return;
+  try {
+    comm_->compute_stream().wait(all_gather_result_->done);
+    if (all_gather_result_->work) all_gather_result_->work->wait();
+  } catch (const std::exception&) {
+    // Its failure will be told by the next collective of this group, which somebody waits for.
+  }
+  all_gather_result_.reset();
 }
 
 bool FSDPParamGroup::pre_forward() {
@@ -239,7 +276,7 @@ void FSDPParamGroup::start_reduction() {
   if (reduction_) {
     reduction_->finish();
     comm_->compute_stream().wait(reduction_->post_reduce());
-    if (at::Tensor partial = reduction_->take_partial_output(); partial.defined()) {
+    if (PartialOutput partial = reduction_->take_partial_output(); partial.flat.defined()) {
       partial_reduce_output_ = std::move(partial);
     }
   }
@@ -247,14 +284,17 @@ void FSDPParamGroup::start_reduction() {
                         .device = device_,
                         .divide_factor = settings_.gradient_divide_factor,
                         .all_reduce_grads = settings_.all_reduce_grads,
-                        .partial_output = std::move(partial_reduce_output_)};
+                        .partial_output = std::exchange(partial_reduce_output_, {})};
+  const std::vector<FSDPParam*>& partial = request.partial_output.params;
   for (FSDPParam& param : params_) {
-    if (!param.has_unsharded_grad()) continue;
+    const bool has_grad = param.has_unsharded_grad();
+    if (!has_grad && std::find(partial.begin(), partial.end(), &param) == partial.end()) continue;
     request.params.push_back(&param);
-    request.grads.push_back(param.take_unsharded_grad());
+    request.grads.push_back(has_grad ? param.take_unsharded_grad() : param.zero_unsharded_grad());
     request.orig_dtype = param.orig_dtype();
     request.reduce_dtype = param.reduce_dtype();
   }
+  reduced_since_gather_ = true;
   reduction_ = std::make_shared<Reduction>(std::move(request), comm_->reduce_streams());
   comm_->add_reduction(reduction_);
   if (has_streams(device_.type())) reduction_->finish();  // work on streams; the host goes on
@@ -262,26 +302,15 @@ void FSDPParamGroup::start_reduction() {
 
 void FSDPParamGroup::finalize_backward() {
   if (reduction_) comm_->compute_stream().wait(reduction_->post_reduce());
-  if (all_gather_result_) {  // gathered for a backward that did not come
-    AllGatherResult result = std::move(*all_gather_result_);
-    all_gather_result_.reset();
-    comm_->compute_stream().wait(result.done);
-    if (result.work) result.work->wait();
-  }
+  drop_gather();  // for a backward that did not come
   post_forward_indices_.clear();
 }
 
 void FSDPParamGroup::reset_iteration(bool drop_unsharded_grads) noexcept {
-  try {
-    if (all_gather_result_ && all_gather_result_->work) all_gather_result_->work->wait();
-    if (all_gather_result_) comm_->compute_stream().wait(all_gather_result_->done);
-  } catch (const std::exception&) {
-    // The step failed already, perhaps by this very collective; its error has been reported.
-  }
-  all_gather_result_.reset();
+  drop_gather();
   post_forward_indices_.clear();
   if (drop_unsharded_grads) {
-    partial_reduce_output_.reset();
+    partial_reduce_output_ = {};
     for (FSDPParam& param : params_) param.take_unsharded_grad().reset();
   }
   training_state_ = TrainingState::kIdle;

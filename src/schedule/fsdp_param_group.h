@@ -38,6 +38,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Resolves the dtypes and takes back sharded parameters that were converted since. May be called
   /// again; the dtypes of a group that has computed already do not change.
   void lazy_init();
+  /// Brings sharded parameters that were converted back onto the flat shard, with their labels.
+  /// Errors:  StateError if their shape has changed or they are on another device.
+  void take_back_sharded_params();
   /// Names from the root, and the streams and buffers that the root's groups share.
   void join_root(std::string module_path, std::shared_ptr<CommContext> comm);
 
@@ -82,7 +85,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
  private:
   void check_sharded_params();
   void check_uniform_dtype() const;
+  [[nodiscard]] bool may_be_stale() const;
   void drop_stale_params();
+  void drop_gather() noexcept;
   void start_all_gather(bool async_op);
   void to_sharded();
   void to_sharded_post_forward();
@@ -105,8 +110,11 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::optional<AllGatherResult> all_gather_result_;
   Event reshard_event_;  // of the copy into the post-forward shard
   std::vector<size_t> post_forward_indices_;
+  bool converted_ = false;             // since the dtypes were resolved
+  bool gathered_before_step_ = false;  // gradients were there when the last gather began
+  bool reduced_since_gather_ = false;
   std::shared_ptr<Reduction> reduction_;  // the last one
-  at::Tensor partial_reduce_output_;      // HSDP without all-reduce
+  PartialOutput partial_reduce_output_;   // HSDP without all-reduce
 };
 
 }  // namespace fsdp

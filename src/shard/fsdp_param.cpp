@@ -124,11 +124,15 @@ void FSDPParam::copy_out(const at::Tensor& parts_WN) {
   }
 }
 
-void FSDPParam::to_unsharded() {
+void FSDPParam::sync_requires_grad() {
   const bool requires_grad = sharded_param_.requires_grad();
   if (unsharded_param_.requires_grad() != requires_grad) {
     unsharded_param_.set_requires_grad(requires_grad);
   }
+}
+
+void FSDPParam::to_unsharded() {
+  sync_requires_grad();
   post_forward_shard_.reset();
   state_ = ShardedState::kUnsharded;
 }
@@ -171,14 +175,19 @@ at::Tensor FSDPParam::take_unsharded_grad() {
   return accumulated_grad_.defined() ? std::move(accumulated_grad_) : grad;
 }
 
+at::Tensor FSDPParam::zero_unsharded_grad() const {
+  return at::zeros(spec_->sizes,
+                   flat_shard_.options().dtype(reduce_dtype_.value_or(compute_dtype())));
+}
+
 void FSDPParam::accept_sharded_grad(const at::Tensor& grad) {
   at::Tensor& existing = sharded_param_.mutable_grad();
   if (existing.defined()) {
     existing.add_(grad);
   } else {
-    attach_spec(grad, spec_);
     existing = grad;
   }
+  attach_spec(existing, spec_);  // autograd may have made the existing one
   if (auto* hook = torch::autograd::impl::post_acc_grad_hooks(sharded_param_).get()) {
     (*hook)(sharded_param_);
   }

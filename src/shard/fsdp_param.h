@@ -52,6 +52,8 @@ class FSDPParam {
   /// Whether the sharded parameter was written to, or moved, since the last gather began.
   [[nodiscard]] bool changed_since_gather() const;
   void note_gather() { gathered_version_ = sharded_param_._version(); }
+  /// Freezing and unfreezing is done on the sharded parameter; takes it over.
+  void sync_requires_grad();
 
   /// What this rank sends into the all-gather: 1-D, of any dtype; the caller converts.
   /// With a post-forward shard, that; else the padded shard.
@@ -73,6 +75,8 @@ class FSDPParam {
   /// The gradient to reduce, moved out; undefined if there is none.
   [[nodiscard]] at::Tensor take_unsharded_grad();
   [[nodiscard]] bool has_unsharded_grad() const;
+  /// Zeros in the place of a gradient.
+  [[nodiscard]] at::Tensor zero_unsharded_grad() const;
   /// Sets, or adds to, the sharded parameter's gradient.
   void accept_sharded_grad(const at::Tensor& grad);
 

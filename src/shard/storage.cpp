@@ -10,6 +10,7 @@ namespace fsdp {
 
 void free_storage(const at::Storage& storage, const std::string& access_error) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  if (impl->nbytes() == 0) return;  // there is nothing to miss, and nothing to give back
   impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
   // nbytes stays: operators that check sizes first then reach the data pointer, and our message.
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(access_error);

@@ -9,15 +9,16 @@ namespace fsdp {
 /// Frees the bytes of a storage whose tensors live on: the module's members and what autograd
 /// saved.
 ///
-/// The storage keeps its size. An access to the data throws `access_error` until the bytes are
-/// back. Streams: the bytes go back to the allocator on the current stream.
+/// The storage keeps its size; one of size 0 is left alone. An access to the data throws
+/// `access_error` until the bytes are back. Streams: the bytes go back to the allocator on the
+/// current stream.
 void free_storage(const at::Storage& storage, const std::string& access_error);
 
 /// Gives a freed storage uninitialised bytes again, at whatever address. Does nothing if it has
 /// any. Streams: allocated on the current stream of the storage's device.
 void allocate_storage(const at::Storage& storage);
 
-/// Whether the storage has its bytes. A storage of size 0 counts as allocated until it is freed.
+/// Whether the storage has its bytes; one of size 0 always has.
 [[nodiscard]] bool is_allocated(const at::Storage& storage);
 
 /// A tensor over part of a storage that is nobody's view: a version counter of its own, no

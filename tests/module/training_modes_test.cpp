@@ -294,9 +294,8 @@ TEST(Recovery, InPlaceEditOfAnInput) {
     Edits model;
     fully_shard(*model);
     const at::Tensor x = at::ones({2, 4}).set_requires_grad(true);
-    const at::Tensor h = x.exp();  // its backward reads h
-    const at::Tensor y = model(h).sum();
-    testing::expect_message<c10::Error>([&] { y.backward(); }, "modified by an inplace operation");
+    const at::Tensor h = x.exp();
+    testing::expect_message<c10::Error>([&] { model(h); }, "is being modified inplace");
   });
 }
 
