@@ -53,5 +53,5 @@ if(Libtorch_FOUND AND NOT TARGET Libtorch::Libtorch)
                INTERFACE_LINK_LIBRARIES "${Libtorch_CPU_LIBRARY};${Libtorch_C10_LIBRARY}"
                # A CUDA build of torch names CUDA libraries that a CPU build of ours never calls.
                INTERFACE_LINK_OPTIONS
-               "LINKER:--unresolved-symbols=ignore-in-shared-libs;LINKER:-rpath,${Libtorch_ROOT}/lib")
+               "LINKER:--unresolved-symbols=ignore-in-shared-libs,-rpath,${Libtorch_ROOT}/lib")
 endif()
