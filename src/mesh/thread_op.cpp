@@ -162,13 +162,15 @@ void ThreadOp::fulfil_promises() {
     promises.swap(promises_);
     changed_.notify_all();
   }
-  for (Promise& promise : promises) {
-    if (state_ == State::kComplete) {
-      promise.future->markCompleted(c10::IValue(std::move(promise.value)));
-    } else {
-      promise.future->setError(std::make_exception_ptr(
-          CommError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error_)));
-    }
+  for (Promise& promise : promises) fulfil(std::move(promise));
+}
+
+void ThreadOp::fulfil(Promise promise) const {
+  if (succeeded()) {
+    promise.future->markCompleted(c10::IValue(std::move(promise.value)));
+  } else {
+    promise.future->setError(std::make_exception_ptr(
+        CommError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error())));
   }
 }
 
@@ -249,12 +251,19 @@ std::string ThreadOp::error() const {
 FuturePtr ThreadOp::future(int rank, std::vector<at::Tensor> value) {
   auto future =
       c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    promises_.push_back({future, std::move(value)});
+  Promise promise{future, std::move(value)};
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool over = is_over();
+  if (!over) {
+    promises_.push_back(std::move(promise));
     eager_ = true;
   }
-  settle(rank);
+  lock.unlock();
+  if (over) {
+    fulfil(std::move(promise));
+  } else {
+    settle(rank);
+  }
   return future;
 }
 

@@ -52,7 +52,8 @@ class ThreadOp {
   [[nodiscard]] bool poll(int rank);
   [[nodiscard]] bool succeeded() const;
   [[nodiscard]] std::string error() const;  // empty while there is none
-  /// Completes with `value` when the operation ends, also if this rank never waits.
+  /// Completes with `value` when the operation ends, also if this rank never waits; is complete on
+  /// return if it has ended.
   [[nodiscard]] FuturePtr future(int rank, std::vector<at::Tensor> value);
   [[nodiscard]] uint64_t sequence() const { return sequence_; }
 
@@ -75,6 +76,7 @@ class ThreadOp {
   [[nodiscard]] std::string missing_ranks() const;  // holds mutex_
   [[nodiscard]] std::string timeout_text(std::chrono::milliseconds timeout) const;
   void fulfil_promises();
+  void fulfil(Promise promise) const;
 
   const RankList job_ranks_;
   const uint64_t sequence_;

@@ -171,6 +171,7 @@ void FSDPParamGroup::to_sharded_post_forward() {
 // data() (torch::optim::SGD does so) moves no version counter: where a step is likely, gather anew.
 // What decides is the same on every rank.
 bool FSDPParamGroup::may_be_stale() const {
+  if (converted_) return true;
   for (const FSDPParam& param : params_) {
     if (param.changed_since_gather()) return true;
   }

@@ -16,6 +16,7 @@
 
 #include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
+#include "fsdp/optim.h"
 #include "support/training.h"
 
 namespace {
@@ -25,7 +26,7 @@ void train_sharded(const fsdp::ProcessGroupPtr& group, int death_rank) {
   fsdp::testing::Transformer model = fsdp::testing::make_model(options.model);
   for (auto& block : model->blocks) fsdp::fully_shard(*block);
   fsdp::fully_shard(*model);
-  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));
+  torch::optim::AdamW optimizer(fsdp::parameters(*model), torch::optim::AdamWOptions(3e-3));
   const int64_t local_batch = options.batch_size / group->getSize();
   for (int step = 0; step < options.num_steps; ++step) {
     if (step == 4 && group->getRank() == death_rank) ::kill(::getpid(), SIGKILL);
