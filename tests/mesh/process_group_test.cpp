@@ -1,13 +1,6 @@
 #include "fsdp/process_group.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
 #include <chrono>
-#include <csignal>
 #include <map>
 #include <string>
 #include <vector>
@@ -19,74 +12,18 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "fsdp/error.h"
+#include "support/processes.h"
 
 namespace fsdp {
 namespace {
 
-using Variables = std::map<std::string, std::string>;
+using testing::free_port;
+using testing::Process;
+using testing::Variables;
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
-
-// A port that nobody listens on now.
-int free_port() {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  ::bind(socket, reinterpret_cast<sockaddr*>(&address), length);
-  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
-  ::close(socket);
-  return ntohs(address.sin_port);
-}
-
-// A process of gloo_worker; killed at the latest when the object goes.
-class Worker {
- public:
-  Worker(const std::string& scene, const Variables& variables) {
-    int ends[2];
-    if (::pipe(ends) != 0) throw std::runtime_error("pipe");
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      ::dup2(ends[1], STDOUT_FILENO);
-      ::dup2(::open("/dev/null", O_WRONLY), STDERR_FILENO);  // torch logs stack traces
-      ::close(ends[0]);
-      ::close(ends[1]);
-      for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
-      ::execl(FSDP_GLOO_WORKER, "gloo_worker", scene.c_str(), nullptr);
-      ::_exit(127);
-    }
-    ::close(ends[1]);
-    output_ = ends[0];
-  }
-  Worker(Worker&& other) noexcept
-      : pid_(std::exchange(other.pid_, -1)), output_(std::exchange(other.output_, -1)) {}
-  ~Worker() {
-    if (pid_ > 0) {
-      ::kill(pid_, SIGKILL);
-      ::waitpid(pid_, nullptr, 0);
-    }
-    if (output_ >= 0) ::close(output_);
-  }
-
-  // What it printed, once it has ended; "killed" if by a signal.
-  std::string result() {
-    std::string text;
-    char buffer[512];
-    for (ssize_t n = 0; (n = ::read(output_, buffer, sizeof(buffer))) > 0;) {
-      text.append(buffer, static_cast<size_t>(n));
-    }
-    int status = 0;
-    ::waitpid(std::exchange(pid_, -1), &status, 0);
-    return WIFSIGNALED(status) ? "killed" : text;
-  }
-
- private:
-  pid_t pid_ = -1;
-  int output_ = -1;
-};
 
 struct Job {
   std::string scene = {};  // what the ranks do; see gloo_worker.cpp
@@ -99,16 +36,13 @@ struct Job {
 
 // Starts a job and returns what each rank printed, but for the hanging one.
 std::map<int, std::string> run(const Job& job) {
-  Variables variables = job.variables;
-  variables.insert({{"WORLD_SIZE", std::to_string(job.world_size)},
-                    {"MASTER_ADDR", "127.0.0.1"},
-                    {"MASTER_PORT", std::to_string(free_port())},
-                    {"DEATH_RANK", std::to_string(job.death_rank)},
-                    {"OMP_NUM_THREADS", "1"}});
-  std::vector<Worker> workers;
+  const int port = free_port();
+  std::vector<Process> workers;
   for (const int rank : job.ranks) {
-    variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
-    workers.emplace_back(job.scene, variables);
+    Variables variables = job.variables;
+    variables.merge(testing::rank_variables(rank, job.world_size, port));
+    variables["DEATH_RANK"] = std::to_string(job.death_rank);
+    workers.emplace_back(std::vector<std::string>{FSDP_GLOO_WORKER, job.scene}, variables);
   }
   std::map<int, std::string> results;
   for (size_t i = 0; i < job.ranks.size(); ++i) {

@@ -4,7 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
-#include "fsdp/error.h"
+#include "support/messages.h"
 
 namespace fsdp {
 namespace {
@@ -64,36 +64,24 @@ TEST(ShardedTensor, SpecSaysWhatThisRankHolds) {
   });
 }
 
-template <class Function>
-std::string message_thrown(Function function) {
-  try {
-    function();
-  } catch (const c10::Error& error) {
-    return message_of(error);
-  }
-  return "nothing was thrown";
-}
-
 // Promise: what cannot be cut is refused, with the numbers and the way out.
 TEST(ShardedTensor, Errors) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     const DeviceMeshPtr mesh = init_device_mesh(c10::DeviceType::CPU);
-    EXPECT_NE(message_thrown([&] {
-                (void)distribute_tensor(at::zeros({}), mesh);
-              }).find("Change it to a 1-D tensor"),
-              std::string::npos);
-    EXPECT_NE(message_thrown([&] {
-                (void)distribute_tensor(at::zeros({4, 3}), mesh, {.dim = 1});
-              }).find("its size 3 is not a multiple of the shard mesh size 2"),
-              std::string::npos);
-    EXPECT_NE(message_thrown([&] {
-                (void)distribute_tensor(at::zeros({4, 3}), mesh, {.dim = 2});
-              }).find("it has dimensions -2 to 1"),
-              std::string::npos);
-    EXPECT_NE(message_thrown([&] {
-                (void)distribute_tensor(at::zeros({4}), nullptr);
-              }).find("the mesh is null"),
-              std::string::npos);
+    testing::expect_message<ConfigError>([&] { (void)distribute_tensor(at::zeros({}), mesh); },
+                                         "Change it to a 1-D tensor");
+    testing::expect_message<ConfigError>(
+        [&] {
+          (void)distribute_tensor(at::zeros({4, 3}), mesh, {.dim = 1});
+        },
+        "its size 3 is not a multiple of the shard mesh size 2");
+    testing::expect_message<ConfigError>(
+        [&] {
+          (void)distribute_tensor(at::zeros({4, 3}), mesh, {.dim = 2});
+        },
+        "it has dimensions -2 to 1");
+    testing::expect_message<ConfigError>([&] { (void)distribute_tensor(at::zeros({4}), nullptr); },
+                                         "the mesh is null");
   });
 }
 
