@@ -1,5 +1,6 @@
 #pragma once
 
+#include "fsdp/adamw.h"           // IWYU pragma: export
 #include "fsdp/device_mesh.h"     // IWYU pragma: export
 #include "fsdp/error.h"           // IWYU pragma: export
 #include "fsdp/events.h"          // IWYU pragma: export

@@ -28,7 +28,7 @@ class ForwardHooks {
   virtual void pre_forward(torch::nn::Module& module, TensorRefs& inputs) = 0;
   /// After forward; may replace the tensors of the result.
   virtual void post_forward(torch::nn::Module& module, TensorRefs& outputs) = 0;
-  /// Instead of post_forward when forward, or pre_forward, threw.
+  /// When forward, pre_forward or post_forward threw.
   virtual void forward_threw(torch::nn::Module& module) noexcept = 0;
   /// After the module's to(): its parameters may have other storages, and have lost what they
   /// carry.
@@ -70,6 +70,9 @@ class FSDPModule {
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
   /// false: more backwards of this step follow; what is in flight may stay in flight.
   void set_is_last_backward(bool is_last_backward);
+  /// true: reduce zeros for parameters without a gradient, also where no parameter of a group that
+  /// ran forward has one on this rank, but may have on others. They get zeros as gradients.
+  void set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse = true);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
   /// false: backward does not gather this module's parameters (say, an embedding's).

@@ -20,7 +20,8 @@ namespace fsdp {
 ///          makes the same calls in the same order. Ranks must start with equal parameters.
 /// Errors:  ConfigError if `module` runs no hooks (its type was not declared with FSDP_MODULE), was
 ///          sharded before, lies below one that was, shares a parameter with another group, or a
-///          parameter is 0-dim, not contiguous or cannot be cut; then `module` is as it was.
+///          parameter is 0-dim, not contiguous, cannot be cut, or is held by no member of its
+///          module; then `module` is as it was.
 /// Source:  PyTorch 2.13, torch.distributed.fsdp.fully_shard.
 FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
 

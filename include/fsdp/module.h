@@ -105,29 +105,25 @@ auto call_as_forward(FSDPModule& module, Function&& function, A&&... args)
   const std::shared_ptr<ForwardHooks> hooks = module.forward_hooks();  // forward may set others
   torch::nn::Module& as_module = module.as_module();
   std::tuple<ForwardArgument<A>...> arguments{ForwardArgument<A>{std::forward<A>(args)}...};
-  const auto begin_forward = [&](auto&... argument) -> Result {
-    TensorRefs inputs;
+  const auto forward = [&](auto&... argument) -> Result {
+    TensorRefs inputs, outputs;
     (argument.collect(inputs), ...);
     hooks->pre_forward(as_module, inputs);
-    return std::invoke(function, argument.pass()...);
-  };
-  const auto forward = [&]() -> Result {
-    try {
-      return std::apply(begin_forward, arguments);
-    } catch (...) {  // also what is no std::exception: how a recomputation stops early
-      hooks->forward_threw(as_module);
-      throw;
+    if constexpr (std::is_void_v<Result>) {
+      std::invoke(function, argument.pass()...);
+      hooks->post_forward(as_module, outputs);
+    } else {
+      Result result = std::invoke(function, argument.pass()...);
+      collect_tensors(result, outputs);
+      hooks->post_forward(as_module, outputs);
+      return result;
     }
   };
-  TensorRefs outputs;
-  if constexpr (std::is_void_v<Result>) {
-    forward();
-    hooks->post_forward(as_module, outputs);
-  } else {
-    Result result = forward();
-    collect_tensors(result, outputs);
-    hooks->post_forward(as_module, outputs);
-    return result;
+  try {
+    return std::apply(forward, arguments);
+  } catch (...) {  // also what is no std::exception: how a recomputation stops early
+    hooks->forward_threw(as_module);
+    throw;
   }
 }
 
@@ -188,6 +184,13 @@ class HookedModule : public M, public FSDPModule {
     M::to(device, non_blocking);
     if (forward_hooks() != nullptr) forward_hooks()->converted(*this);
   }
+
+  /// What torch::save writes.
+  ///
+  /// Errors:  StateError if it is sharded: the parts of this rank would be written, and nobody
+  /// would
+  ///          know.
+  void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Prints what M prints.
   void pretty_print(std::ostream& stream) const override;
@@ -359,6 +362,16 @@ std::shared_ptr<torch::nn::Module> HookedModule<M>::clone(
   } else {
     return nullptr;
   }
+}
+
+template <class M>
+void HookedModule<M>::save(torch::serialize::OutputArchive& archive) const {
+  FSDP_CHECK(StateError, forward_hooks() == nullptr,
+             "torch::save: ", c10::demangle(typeid(M).name()),
+             " is sharded, and this rank has only its part of the parameters. Save what "
+             "full_tensor() gives for each of named_parameters(), on one rank; or, to save this "
+             "rank's parts as such, torch::save(fsdp::parameters(module), ...).");
+  M::save(archive);
 }
 
 template <class M>

@@ -35,8 +35,11 @@ struct Shard {
 /// k: each rank keeps 1/k of them, and backward gathers over k ranks instead of all.
 using ReshardAfterForward = std::variant<std::monostate, bool, int64_t>;
 
-/// Where a group's bytes lie.
+/// Where a group's bytes lie; docs/layouts.md draws it.
 enum class Layout {
+  /// One buffer for the group, cut into equal parts between rows of its parameters. A gather writes
+  /// where the parameters are read, and copies nothing.
+  kFlat,
   /// Each parameter is cut on its own (PyTorch FSDP2's layout); gathers copy in and out.
   kPerParameter,
 };
@@ -53,7 +56,12 @@ struct FullyShardOptions {
   /// Which dimension to cut a parameter along, given its name in the module; unset: Shard(0).
   std::function<std::optional<Shard>(const std::string& name, const at::Tensor& param)>
       shard_placement_fn;
-  Layout layout = Layout::kPerParameter;
+  /// A group with a parameter that is cut along another dimension than 0 is always kPerParameter.
+  Layout layout = Layout::kFlat;
+  /// What if only some ranks have a gradient for a parameter, since they took different branches.
+  /// false: missing ones count as zeros, and all ranks step the same. true: StateError on all
+  /// ranks, at the end of backward; on a device the host waits for each reduction to know.
+  bool require_equal_gradients = false;
 };
 
 }  // namespace fsdp

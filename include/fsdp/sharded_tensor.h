@@ -25,7 +25,10 @@ struct ShardedTensorSpec {
   int64_t shard_dim = 0;       ///< the tensor dimension that is cut
   int64_t row_begin = 0;       ///< first index along shard_dim that this rank holds
   int64_t num_rows = 0;        ///< how many it holds, maybe none
-  int64_t padded_rows = 0;     ///< how many every rank gathers: ceil(sizes[shard_dim] / ranks)
+  /// The tensor begins at this element of a buffer of which each rank owns `shard_numel` elements,
+  /// one rank after the other. Per parameter it is a buffer of its own, and begins with it.
+  int64_t flat_start = 0;
+  int64_t shard_numel = 0;
 
   [[nodiscard]] const ProcessGroupPtr& shard_group() const {
     return mesh->get_group(shard_mesh_dim);
@@ -49,5 +52,11 @@ struct ShardedTensorSpec {
 ///          than 0 whose size the number of ranks does not divide.
 [[nodiscard]] at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMeshPtr& mesh,
                                            Shard placement = {});
+
+/// The part of `full` that this rank holds of the sharded tensor `like`, to be copied into it. No
+/// communication.
+///
+/// Errors:  ConfigError if `like` is not sharded or is of another shape.
+[[nodiscard]] at::Tensor distribute_tensor(const at::Tensor& full, const at::Tensor& like);
 
 }  // namespace fsdp

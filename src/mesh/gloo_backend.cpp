@@ -27,7 +27,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const GlooOptions& options) 
 
 c10::intrusive_ptr<c10d::Backend::Options> copy_gloo_options(const c10d::Backend& parent) {
   const auto* gloo = dynamic_cast<const Gloo*>(&parent);
-  TORCH_INTERNAL_ASSERT(gloo != nullptr, "only Gloo groups have a store");
+  TORCH_INTERNAL_ASSERT(gloo != nullptr);
   const c10::intrusive_ptr<Gloo::Options> from = const_cast<Gloo*>(gloo)->getOptions();
   auto copy = Gloo::Options::create(from->timeout);
   copy->devices = from->devices;

@@ -35,11 +35,9 @@ ProcessGroupPtr JobGroup::split(const std::vector<int>& ranks) {
   options.backend_type = getBackendType();
   options.monitor = monitor_;
   for (const int rank : ranks) options.job_ranks.push_back(job_ranks_[static_cast<size_t>(rank)]);
+  options.store = c10::make_intrusive<c10d::PrefixStore>(options.name, getStore());
   c10::intrusive_ptr<c10d::Backend::Options> backend_options;
-  if (getStore()) {
-    options.store = c10::make_intrusive<c10d::PrefixStore>(options.name, getStore());
-    backend_options = copy_gloo_options(*backend);
-  }
+  if (options.backend_type == BackendType::GLOO) backend_options = copy_gloo_options(*backend);
   options.backend = backend->split(options.store, ranks, backend_options);
   if (!options.backend) return nullptr;
   return c10::make_intrusive<JobGroup>(std::move(options));

@@ -18,9 +18,9 @@ class JobGroup final : public c10d::ProcessGroup {
   struct Options {
     c10::intrusive_ptr<c10d::Backend> backend;
     c10d::ProcessGroup::BackendType backend_type = c10d::ProcessGroup::BackendType::CUSTOM;
-    std::vector<int> job_ranks;             ///< by rank of this group
-    c10::intrusive_ptr<c10d::Store> store;  ///< null for rank threads
-    std::shared_ptr<PeerMonitor> monitor;   ///< null for rank threads
+    std::vector<int> job_ranks;  ///< by rank of this group
+    c10::intrusive_ptr<c10d::Store> store;
+    std::shared_ptr<PeerMonitor> monitor;  ///< null for rank threads
     std::string name;
   };
 

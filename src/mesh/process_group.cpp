@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/AutogradState.h>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/RankLocal.hpp>
 
@@ -78,6 +79,7 @@ class RankThreads {
       JobGroup::Options options;
       options.backend = c10::make_intrusive<ThreadBackend>(world_, rank);
       options.job_ranks = world_->job_ranks();
+      options.store = store_;
       options.name = "world";
       const ProcessGroupPtr group = c10::make_intrusive<JobGroup>(std::move(options));
       set_default_process_group(group);
@@ -108,6 +110,7 @@ class RankThreads {
   const std::function<void(const ProcessGroupPtr&)>& body_;
   const std::shared_ptr<ThreadRoom> room_;
   const std::shared_ptr<ThreadGroup> world_;
+  const c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex_;  // guards all below
   std::condition_variable finished_;
   int num_running_;

@@ -81,6 +81,13 @@ void FSDPModule::set_is_last_backward(bool is_last_backward) {
   checked_state(*this, "set_is_last_backward")->context()->is_last_backward = is_last_backward;
 }
 
+void FSDPModule::set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse) {
+  for_each_group(*this, "set_reduce_scatter_unused_params", recurse,
+                 [&](FSDPState&, FSDPParamGroup& group) {
+                   group.settings().reduce_scatter_unused_params = reduce_scatter_unused_params;
+                 });
+}
+
 void FSDPModule::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
   for_each_group(*this, "set_reshard_after_forward", recurse,
                  [&](FSDPState& state, FSDPParamGroup& group) {

@@ -8,6 +8,7 @@
 #include "fsdp/error.h"
 #include "module/hooks.h"
 #include "module/module_tree.h"
+#include "module/same_model.h"
 
 namespace fsdp {
 namespace {
@@ -23,6 +24,30 @@ void check_no_foreign_params(const std::string& path, torch::nn::Module& module)
                "' is shared with a module that was sharded on its own. Shard their common parent "
                "in one call instead, or do not share it.");
   }
+}
+
+// Compares what the groups of this rank hold with the other ranks, over each of their meshes.
+void check_same_model(const std::vector<std::pair<std::string, std::shared_ptr<FSDPState>>>& tree) {
+  std::vector<std::pair<ProcessGroupPtr, std::string>> descriptions;  // a line for each parameter
+  const auto add = [&](const ProcessGroupPtr& group, const std::string& text) {
+    for (auto& [known, description] : descriptions) {
+      if (known == group) {
+        description += text;
+        return;
+      }
+    }
+    descriptions.emplace_back(group, text);
+  };
+  for (const auto& [path, state] : tree) {
+    if (state->group() == nullptr) continue;
+    const FSDPMeshInfo& mesh_info = *state->group()->mesh_info();
+    const std::string text = state->group()->describe();
+    add(mesh_info.shard_group(), text);
+    if (mesh_info.replicate_mesh_dim) {
+      add(mesh_info.mesh->get_group(*mesh_info.replicate_mesh_dim), text);
+    }
+  }
+  for (const auto& [group, description] : descriptions) check_same_on_ranks(description, *group);
 }
 
 // Ends a backward: runs what autograd did not reach, then leaves nothing in flight.
@@ -59,12 +84,12 @@ std::vector<std::shared_ptr<FSDPState>> RootContext::states() const {
   return result;
 }
 
-FSDPState::FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group, bool auto_reshard)
-    : device_(device), group_(std::move(group)), auto_reshard_(auto_reshard) {}
-
-const MixedPrecisionPolicy& FSDPState::mp_policy() const {
-  return group_ ? group_->settings().mp_policy : no_policy_;
-}
+FSDPState::FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group,
+                     const MixedPrecisionPolicy& mp_policy, bool auto_reshard)
+    : device_(device),
+      group_(std::move(group)),
+      mp_policy_(mp_policy),
+      auto_reshard_(auto_reshard) {}
 
 void FSDPState::lazy_init(torch::nn::Module& module) {
   std::vector<std::pair<std::string, std::shared_ptr<FSDPState>>> tree;
@@ -81,9 +106,10 @@ void FSDPState::lazy_init(torch::nn::Module& module) {
   });
 
   context_->comm = std::make_shared<CommContext>(device_);
+  int64_t number = 0;
   for (const auto& [path, state] : tree) {
     if (state->group_) {
-      state->group_->join_root(path, context_->comm);
+      state->group_->join_root(path, ++number, context_->comm);
       if (state.get() == this && auto_reshard_) {
         // The root's parameters are needed first in backward: keep them.
         state->group_->settings().post_forward_mesh_info = nullptr;
@@ -91,6 +117,7 @@ void FSDPState::lazy_init(torch::nn::Module& module) {
       state->group_->lazy_init();
     }
   }
+  check_same_model(tree);
   for (const auto& [path, state] : tree) {
     state->is_root_ = state.get() == this;
     state->context_ = context_;
@@ -114,15 +141,14 @@ void FSDPState::begin_iteration(torch::nn::Module& module, TensorRefs& inputs) {
 }
 
 void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
-  const MixedPrecisionPolicy& policy = mp_policy();
-  const bool casts = policy.cast_forward_inputs && policy.param_dtype.has_value();
+  const bool casts = mp_policy_.cast_forward_inputs && mp_policy_.param_dtype.has_value();
   if (training_state_ == TrainingState::kPreBackward && in_backward()) {
     // Recomputed inside backward: its parameters may have been resharded by an earlier visit.
     if (group_) {
       group_->unshard();
       group_->wait_for_unshard();
     }
-    if (casts) cast_floating(inputs, *policy.param_dtype);
+    if (casts) cast_floating(inputs, *mp_policy_.param_dtype);
     return;
   }
   const bool first = training_state_ != TrainingState::kForward;
@@ -132,7 +158,7 @@ void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
     ++num_nested_forwards_;
   }
   training_state_ = TrainingState::kForward;
-  if (casts) cast_floating(inputs, *policy.param_dtype);
+  if (casts) cast_floating(inputs, *mp_policy_.param_dtype);
   if (group_ && group_->pre_forward()) add_post_backward_node(inputs, shared_from_this());
   if (!first) return;
   for (const auto& target : forward_prefetch) {
@@ -153,7 +179,7 @@ void FSDPState::post_forward(torch::nn::Module&, TensorRefs& outputs) {
       context_->iteration_root = nullptr;
     }
   }
-  if (mp_policy().output_dtype) cast_floating(outputs, *mp_policy().output_dtype);
+  if (mp_policy_.output_dtype) cast_floating(outputs, *mp_policy_.output_dtype);
 }
 
 void FSDPState::forward_threw(torch::nn::Module&) noexcept {

@@ -32,7 +32,8 @@ struct RootContext {
 class FSDPState final : public ForwardHooks, public std::enable_shared_from_this<FSDPState> {
  public:
   /// `group` may be null: a module all of whose parameters belong to other groups.
-  FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group, bool auto_reshard);
+  FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group,
+            const MixedPrecisionPolicy& mp_policy, bool auto_reshard);
 
   void pre_forward(torch::nn::Module& module, TensorRefs& inputs) override;
   void post_forward(torch::nn::Module& module, TensorRefs& outputs) override;
@@ -61,11 +62,10 @@ class FSDPState final : public ForwardHooks, public std::enable_shared_from_this
   void lazy_init(torch::nn::Module& module);
   void begin_iteration(torch::nn::Module& module, TensorRefs& inputs);
   void queue_final_callback();
-  [[nodiscard]] const MixedPrecisionPolicy& mp_policy() const;
 
   c10::Device device_;
   std::shared_ptr<FSDPParamGroup> group_;  // autograd nodes and prefetch orders refer to it
-  MixedPrecisionPolicy no_policy_;
+  MixedPrecisionPolicy mp_policy_;
   bool auto_reshard_;  // reshard_after_forward was left unset
   TrainingState training_state_ = TrainingState::kIdle;
   int num_nested_forwards_ = 0;

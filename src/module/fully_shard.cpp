@@ -22,9 +22,7 @@ struct ManagedParam {
     torch::nn::Module* module;
     std::string key;
   };
-  at::Tensor tensor;
-  std::string name;  // from the sharded module
-  int64_t shard_dim = 0;
+  ParamToShard param;
   std::vector<Entry> entries;
 };
 
@@ -73,7 +71,8 @@ Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
       const auto [it, is_new] =
           index_of.emplace(tensor.unsafeGetTensorImpl(), managed.params.size());
       if (is_new) {
-        managed.params.push_back({.tensor = tensor, .name = join_path(path, entry.key())});
+        managed.params.push_back(
+            {.param = {.tensor = tensor, .name = join_path(path, entry.key())}, .entries = {}});
       }
       managed.params[it->second].entries.push_back({submodule, entry.key()});
     }
@@ -81,7 +80,7 @@ Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
   return managed;
 }
 
-void check_param(ManagedParam& param, const FullyShardOptions& options, int64_t shard_size) {
+void check_param(ParamToShard& param, const FullyShardOptions& options, int64_t shard_size) {
   const at::Tensor& tensor = param.tensor;
   const std::string described = describe(param.name, tensor.sizes());
   FSDP_CHECK(ConfigError, spec_of(tensor) == nullptr, "fully_shard: parameter '", param.name,
@@ -106,9 +105,31 @@ void check_param(ManagedParam& param, const FullyShardOptions& options, int64_t 
       checked_shard_dim("fully_shard", param.name, tensor.sizes(), placement, shard_size);
 }
 
-void check_ignored(const FullyShardOptions& options) {
-  for (const at::Tensor& param : options.ignored_params) {
-    FSDP_CHECK(ConfigError, param.defined(), "fully_shard: an ignored parameter is undefined.");
+void check_ignored(const FullyShardOptions& options, c10::Device device) {
+  for (size_t i = 0; i < options.ignored_params.size(); ++i) {
+    const at::Tensor& param = options.ignored_params[i];
+    FSDP_CHECK(ConfigError, param.defined(), "fully_shard: ignored parameter ", i,
+               " is undefined.");
+    FSDP_CHECK(ConfigError, param.device() == device, "fully_shard: ignored parameter ", i,
+               " of shape ", param.sizes(), " is on ", param.device(),
+               ", but the group computes on ", device,
+               ", and ignored parameters are not moved. Move it there first.");
+  }
+}
+
+// A tensor that only the dictionary holds is reached through the dictionary: by a reference member
+// (`Tensor& weight = register_parameter(...)`), or by name. Forward would read this rank's part.
+void check_members(const Managed& managed) {
+  for (const ManagedParam& managed_param : managed.params) {
+    const ParamToShard& param = managed_param.param;
+    const size_t known = managed_param.entries.size() + 1;  // the dictionaries, and our handle
+    FSDP_CHECK(
+        ConfigError, param.tensor.use_count() > known, "fully_shard: parameter ",
+        describe(param.name, param.tensor.sizes()),
+        " is held by no member of its module, only by the module's dictionary: forward, if it "
+        "reads it through a reference member (`Tensor& w = register_parameter(...)`) or by "
+        "name, would read this rank's part. Hold it as a member of type Tensor, or pass it "
+        "in ignored_params if forward does not use it.");
   }
 }
 
@@ -160,18 +181,20 @@ void move_buffers(const Managed& managed, c10::Device device) {
   }
 }
 
-std::vector<FSDPParam> shard_params(Managed& managed, const FSDPMeshInfo& mesh_info,
-                                    c10::Device device) {
-  std::vector<FSDPParam> params;
-  params.reserve(managed.params.size());
-  for (ManagedParam& managed_param : managed.params) {
-    params.emplace_back(managed_param.tensor, managed_param.name, mesh_info,
-                        managed_param.shard_dim, device);
-    for (const ManagedParam::Entry& entry : managed_param.entries) {
-      parameter_dict(*entry.module)[entry.key] = params.back().sharded_param();
+std::shared_ptr<FSDPParamGroup> make_group(const Managed& managed, const FSDPMeshInfoPtr& mesh_info,
+                                           Layout layout, c10::Device device,
+                                           GroupSettings settings) {
+  if (managed.params.empty()) return nullptr;
+  std::vector<ParamToShard> params;
+  for (const ManagedParam& managed_param : managed.params) params.push_back(managed_param.param);
+  auto group =
+      std::make_shared<FSDPParamGroup>(params, mesh_info, layout, device, std::move(settings));
+  for (size_t i = 0; i < managed.params.size(); ++i) {
+    for (const ManagedParam::Entry& entry : managed.params[i].entries) {
+      parameter_dict(*entry.module)[entry.key] = group->params()[i].sharded_param();
     }
   }
-  return params;
+  return group;
 }
 
 std::string key_of(torch::nn::Module& module, const at::Tensor& param) {
@@ -198,23 +221,24 @@ FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& opti
   const DeviceMeshPtr mesh = options.mesh ? options.mesh : init_device_mesh(c10::DeviceType::CPU);
   const FSDPMeshInfoPtr mesh_info = make_mesh_info(mesh);
   const c10::Device device = with_index(c10::Device(mesh->device_type()));
-  check_ignored(options);
+  check_ignored(options, device);
   Managed managed = collect(module, options);
-  for (ManagedParam& param : managed.params) check_param(param, options, mesh_info->shard_size());
+  check_members(managed);
+  for (ManagedParam& managed_param : managed.params) {
+    check_param(managed_param.param, options, mesh_info->shard_size());
+  }
   GroupSettings settings{.mp_policy = options.mp_policy,
                          .post_forward_mesh_info =
-                             make_post_forward_mesh_info(options.reshard_after_forward, mesh_info)};
+                             make_post_forward_mesh_info(options.reshard_after_forward, mesh_info),
+                         .require_equal_gradients = options.require_equal_gradients};
 
   // Nothing has changed so far; from here on nothing is refused.
   move_buffers(managed, device);
-  std::shared_ptr<FSDPParamGroup> group;
-  if (!managed.params.empty()) {
-    group = std::make_shared<FSDPParamGroup>(shard_params(managed, *mesh_info, device), mesh_info,
-                                             device, std::move(settings));
-  }
+  std::shared_ptr<FSDPParamGroup> group =
+      make_group(managed, mesh_info, options.layout, device, std::move(settings));
   const bool auto_reshard = std::holds_alternative<std::monostate>(options.reshard_after_forward);
   fsdp_module->set_forward_hooks(
-      std::make_shared<FSDPState>(device, std::move(group), auto_reshard));
+      std::make_shared<FSDPState>(device, std::move(group), options.mp_policy, auto_reshard));
   return *fsdp_module;
 }
 

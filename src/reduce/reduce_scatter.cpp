@@ -1,6 +1,7 @@
 #include "reduce/reduce_scatter.h"
 
-#include <unordered_map>
+#include <algorithm>
+#include <cmath>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -12,10 +13,6 @@
 
 namespace fsdp {
 namespace {
-
-int64_t part_numel(const FSDPParam& param) {
-  return c10::multiply_integers(padded_local_sizes(*param.spec()));
-}
 
 bool has_premul_sum(c10d::ProcessGroup& group, c10::DeviceType device_type) {
   const std::string name = group.getBackend(device_type)->getBackendName();
@@ -38,57 +35,29 @@ c10d::ReduceOp reduce_op(ReduceKind kind, double premul) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// The gradients' own dtype; where they differ, the one that holds all of them.
-at::ScalarType common_dtype(const std::vector<at::Tensor>& grads) {
-  at::ScalarType dtype = grads.front().scalar_type();
-  for (const at::Tensor& grad : grads) dtype = c10::promoteTypes(dtype, grad.scalar_type());
-  return dtype;
-}
-
 }  // namespace
 
 Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
-    : params_(std::move(request.params)),
+    : layout_(std::move(request.input.layout)),
+      has_grad_(std::move(request.input.has_grad)),
+      group_number_(request.input.group_number),
       mesh_info_(std::move(request.mesh_info)),
       streams_(streams),
-      orig_dtype_(request.orig_dtype),
       all_reduce_grads_(request.all_reduce_grads),
-      partial_output_(std::move(request.partial_output)) {
-  TORCH_INTERNAL_ASSERT(!params_.empty() && params_.size() == request.grads.size());
+      require_equal_grads_(request.require_equal_grads),
+      partial_output_(std::move(request.partial_output)),
+      input_(std::move(request.input.flat)) {
+  FSDP_CHECK(
+      StateError, !partial_output_.flat.defined() || partial_output_.layout == layout_,
+      "post_backward: requires_grad of a parameter was changed between backward passes that "
+      "were not all-reduced (set_requires_all_reduce(false)). Change it between steps only.");
   const c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    FSDP_CHECK(ConfigError, request.grads[i].layout() == at::kStrided,
-               "post_backward: the gradient of ",
-               describe(params_[i]->spec()->fqn, params_[i]->spec()->sizes),
-               " is sparse, and only dense gradients can be reduced. Build the embedding with "
-               "sparse(false).");
-  }
-  const at::ScalarType dtype = request.reduce_dtype.value_or(common_dtype(request.grads));
-  const int64_t shard_size = mesh_info_->shard_size();
-  int64_t rank_numel = 0;
-  for (const FSDPParam* param : params_) rank_numel += part_numel(*param);
-  input_ =
-      at::empty({rank_numel * shard_size}, at::TensorOptions().device(request.device).dtype(dtype));
-  copy_in(request.grads);
-  request.grads.clear();
   start(get_gradient_divide_factors(
-      {.shard_size = shard_size,
+      {.shard_size = mesh_info_->shard_size(),
        .replicate_size = mesh_info_->replicate_size(),
-       .reduce_dtype = dtype,
+       .reduce_dtype = input_.scalar_type(),
        .custom_factor = request.divide_factor,
-       .has_premul_sum = has_premul_sum(*mesh_info_->shard_group(), request.device.type())}));
-}
-
-// Row r of the input: the parts of rank r, one parameter after the other.
-void Reduction::copy_in(const std::vector<at::Tensor>& grads) {
-  if (input_.numel() == 0) return;
-  const at::Tensor rows = input_.view({mesh_info_->shard_size(), -1});
-  int64_t offset = 0;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const int64_t numel = part_numel(*params_[i]);
-    copy_whole_to_parts(*params_[i]->spec(), grads[i], rows.narrow(1, offset, numel));
-    offset += numel;
-  }
+       .has_premul_sum = has_premul_sum(*mesh_info_->shard_group(), input_.device().type())}));
 }
 
 void Reduction::start(const DivideFactors& factors) {
@@ -137,6 +106,7 @@ void Reduction::finish() {
 void Reduction::abandon() noexcept {
   if (finished_) return;
   finished_ = true;
+  partial_output_ = {};
   try {
     if (work_) work_->wait();
   } catch (const std::exception&) {
@@ -145,29 +115,12 @@ void Reduction::abandon() noexcept {
   work_.reset();
 }
 
-void Reduction::add_partial_output() {
-  if (!partial_output_.flat.defined()) return;
-  std::unordered_map<const FSDPParam*, int64_t> offset_of;
-  int64_t offset = 0;
-  for (const FSDPParam* param : params_) {
-    offset_of[param] = offset;
-    offset += part_numel(*param);
-  }
-  offset = 0;
-  for (const FSDPParam* param : partial_output_.params) {
-    const int64_t numel = part_numel(*param);
-    output_.narrow(0, offset_of.at(param), numel)
-        .add_(partial_output_.flat.narrow(0, offset, numel));
-    offset += numel;
-  }
-  partial_output_ = {};
-}
-
 // Adds up over the replicas; false if the sum is kept for a later reduction instead.
 bool Reduction::all_reduce() {
-  add_partial_output();
+  if (partial_output_.flat.defined()) output_.add_(partial_output_.flat);
+  partial_output_ = {};
   if (!all_reduce_grads_) {
-    partial_output_ = {.flat = output_, .params = params_};
+    partial_output_ = {.flat = output_, .layout = layout_};
     return false;
   }
   if (output_.numel() == 0) return true;
@@ -181,15 +134,50 @@ bool Reduction::all_reduce() {
   return true;
 }
 
+// The flags were reduced like gradients. A device is not waited for unless this rank lacks a
+// gradient that others may have.
+void Reduction::look_at_other_ranks() {
+  if (layout_->num_flags == 0) return;
+  const bool has_all = std::find(has_grad_.begin(), has_grad_.end(), 0) == has_grad_.end();
+  if (has_all && !require_equal_grads_ && has_streams(output_.device().type())) return;
+  const at::Tensor flags =
+      output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+  const float* flag = flags.const_data_ptr<float>();
+  const float all_ranks = flag[layout_->one_flag()];
+  const bool sums_exactly =
+      output_.scalar_type() == at::kFloat || output_.scalar_type() == at::kDouble;
+  const float number = flag[layout_->group_flag()] / all_ranks;
+  FSDP_CHECK(StateError,
+             !sums_exactly || std::abs(number - static_cast<float>(group_number_)) < 0.01F,
+             "post_backward: the gradients of the group of ",
+             describe(layout_->slots.front().param->spec()->fqn,
+                      layout_->slots.front().param->spec()->sizes),
+             " were added to those of another group on some rank. Every rank must run the same "
+             "modules, forward and backward, in the same order; if ranks use different ones, see "
+             "set_reduce_scatter_unused_params().");
+  for (size_t i = 0; i < has_grad_.size(); ++i) {
+    const ShardedTensorSpec& spec = *layout_->slots[i].param->spec();
+    FSDP_CHECK(
+        StateError, !require_equal_grads_ || flag[i] == 0 || flag[i] == all_ranks,
+        "post_backward: parameter ", describe(spec.fqn, spec.sizes),
+        " has a gradient on some ranks only (on this one: ", has_grad_[i] != 0 ? "yes" : "no",
+        "), and require_equal_gradients is set. Let every rank use the same parameters, or "
+        "leave it out to count missing gradients as zeros.");
+    has_grad_[i] = flag[i] != 0 ? 1 : 0;
+  }
+}
+
 void Reduction::write_sharded_grads(const Stream& stream) {
   const StreamGuard on_stream(stream);
+  look_at_other_ranks();
   if (factors_.post) output_.div_(*factors_.post);
-  const at::Tensor flat = output_.to(orig_dtype_);
-  int64_t offset = 0;
-  for (FSDPParam* param : params_) {
-    param->accept_sharded_grad(
-        tensor_over(flat.storage(), orig_dtype_, offset, local_sizes(*param->spec())));
-    offset += part_numel(*param);
+  const at::ScalarType orig_dtype = layout_->flats.front()->orig_dtype();
+  const at::Tensor flat = output_.narrow(0, 0, layout_->flags_offset).to(orig_dtype);
+  for (size_t i = 0; i < layout_->slots.size(); ++i) {
+    if (has_grad_[i] == 0) continue;
+    const GradSlot& slot = layout_->slots[i];
+    slot.param->accept_sharded_grad(tensor_over(flat.storage(), orig_dtype, slot.shard_offset,
+                                                local_sizes(*slot.param->spec())));
   }
   post_reduce_ = stream.record();
 }

@@ -8,27 +8,24 @@
 
 #include "base/stream.h"
 #include "reduce/divide_factors.h"
-#include "shard/fsdp_param.h"
+#include "reduce/grad_buffer.h"
 
 namespace fsdp {
 
 /// HSDP: the sum over this rank's shard group of reductions that were not all-reduced yet.
 struct PartialOutput {
-  at::Tensor flat;                 ///< undefined: there is none
-  std::vector<FSDPParam*> params;  ///< whose parts lie in it, one after the other
+  at::Tensor flat;  ///< a chunk of `layout`; undefined: there is none
+  std::shared_ptr<const GradLayout> layout;
 };
 
 /// What one group reduces after its backward.
 struct ReduceRequest {
-  std::vector<FSDPParam*> params;  ///< those that have a gradient; they outlive the reduction
-  std::vector<at::Tensor> grads;   ///< of the whole parameters, in the same order
+  ReduceInput input;  ///< its parameters outlive the reduction
   FSDPMeshInfoPtr mesh_info;
-  c10::Device device = c10::kCPU;
-  std::optional<at::ScalarType> reduce_dtype;  ///< unset: the gradients' own
-  at::ScalarType orig_dtype = at::kFloat;      ///< of the sharded gradients
   std::optional<double> divide_factor;
-  bool all_reduce_grads = true;  ///< HSDP: false keeps a partial sum for a later reduction
-  PartialOutput partial_output;  ///< of earlier reductions; its params are among `params`
+  bool all_reduce_grads = true;      ///< HSDP: false keeps a partial sum for a later reduction
+  bool require_equal_grads = false;  ///< throw if only some ranks have a parameter's gradient
+  PartialOutput partial_output;      ///< of earlier reductions
 };
 
 struct ReduceStreams {
@@ -43,19 +40,23 @@ struct ReduceStreams {
 /// Source: PyTorch 2.13, _fsdp_collectives.foreach_reduce.
 class Reduction {
  public:
-  /// Copies the gradients, cut per rank, into the reduce-scatter's input and starts it.
-  /// Memory:  one buffer of the gradients' padded bytes in the reduce dtype, until release_input();
-  ///          the gradients are freed.
-  /// Streams: copy-in on the current stream, the collective on the reduce-scatter stream.
-  /// Errors:  ConfigError for a sparse gradient.
+  /// Starts the reduce-scatter.
+  /// Memory:  keeps the request's input until release_input().
+  /// Streams: the input is written on the current stream; the collective is on the reduce-scatter
+  ///          stream.
+  /// Errors:  StateError if the partial output is of other parameters.
   Reduction(ReduceRequest request, const ReduceStreams& streams);
 
   ~Reduction();
   Reduction(const Reduction&) = delete;
   Reduction& operator=(const Reduction&) = delete;
 
-  /// Ends the reduction: (all-reduce,) division, cast, and the sharded gradients. Once; then no-op.
-  /// Errors:  CommError if a collective failed.
+  /// Ends the reduction: (all-reduce,) division, cast, and the sharded gradients, of the parameters
+  /// that any rank has a gradient for. Once; then no-op.
+  /// Errors:  CommError if a collective failed; StateError on every rank if the request requires
+  ///          ranks to have the same gradients, and they do not; StateError if another rank reduced
+  ///          another group at this time (on a device with streams, and in dtypes too short to
+  ///          tell, that goes unnoticed).
   void finish();
 
   /// Instead of finish(): waits for the collective and drops its result. Never throws.
@@ -66,25 +67,30 @@ class Reduction {
   void release_input();
   /// After finish(): the sharded gradients are written.
   [[nodiscard]] const Event& post_reduce() const { return post_reduce_; }
+  /// Whether take_partial_output() will give something, once: not all-reduced.
+  [[nodiscard]] bool has_partial_output() const {
+    return mesh_info_->replicate_mesh_dim && !all_reduce_grads_;
+  }
   /// After finish() without all-reduce: the sum over this rank's shard group so far.
   [[nodiscard]] PartialOutput take_partial_output() { return std::move(partial_output_); }
 
  private:
-  void copy_in(const std::vector<at::Tensor>& grads);
   void start(const DivideFactors& factors);
-  void add_partial_output();
   bool all_reduce();
   void write_sharded_grads(const Stream& stream);
+  void look_at_other_ranks();
 
-  std::vector<FSDPParam*> params_;
+  std::shared_ptr<const GradLayout> layout_;
+  std::vector<char> has_grad_;  // of each slot
+  int64_t group_number_;
   FSDPMeshInfoPtr mesh_info_;
   ReduceStreams streams_;
   DivideFactors factors_;
-  at::ScalarType orig_dtype_;
   bool all_reduce_grads_;
+  bool require_equal_grads_;
   PartialOutput partial_output_;
-  at::Tensor input_;   // 1-D, rank 0's parts, rank 1's parts, ...
-  at::Tensor output_;  // 1-D, this rank's parts
+  at::Tensor input_;   // 1-D, all chunks
+  at::Tensor output_;  // 1-D, this rank's chunk
   c10::intrusive_ptr<c10d::Work> work_;
   Event reduce_scatter_done_;
   Event post_reduce_;

@@ -14,6 +14,14 @@ void CommContext::all_gather_streams_wait(const Event& event) const {
   all_gather_streams_.all_gather.wait(event);
 }
 
+void CommContext::note_unsharded_freed() {
+  if (has_streams(device_.type())) unsharded_freed_ = compute_stream().record();
+}
+
+void CommContext::wait_for_freed() const {
+  if (unsharded_freed_.recorded()) all_gather_streams_wait(unsharded_freed_);
+}
+
 void CommContext::keep_gather_buffer(at::Tensor buffer, Event copied_out) {
   free_gather_buffer();
   gather_buffer_.emplace(
@@ -32,10 +40,6 @@ void CommContext::pop_reduction() {
   if (!reduction) return;  // its group is gone
   reduction->finish();
   reduction->release_input();
-}
-
-void CommContext::make_room_for_reduction() {
-  while (!reductions_.empty()) pop_reduction();
 }
 
 void CommContext::add_reduction(const std::shared_ptr<Reduction>& reduction) {

@@ -31,15 +31,20 @@ class CommContext {
   /// Both all-gather streams wait for `event`.
   void all_gather_streams_wait(const Event& event) const;
 
+  /// Layout::kFlat: unsharded bytes, which the all-gather streams allocated and compute used, are
+  /// freed at this point of the compute stream.
+  void note_unsharded_freed();
+  /// The next gather may be given bytes that were freed: its streams wait for their last use.
+  void wait_for_freed() const;
+
   /// Keeps a gather's buffer until the next gather has been started; frees the one kept before.
   void keep_gather_buffer(at::Tensor buffer, Event copied_out);
   /// Frees the buffer kept, behind the event that ends its use.
   void free_gather_buffer();
 
-  /// Waits for the oldest reductions until another may start: one reduce-scatter input at a time.
-  void make_room_for_reduction();
   void add_reduction(const std::shared_ptr<Reduction>& reduction);
-  /// Ends all reductions; the compute stream waits for their sharded gradients.
+  /// Ends all reductions: before the next one starts (one reduce-scatter input at a time), and at
+  /// the end of backward.
   void finish_reductions();
   /// After a step that threw: waits for what is in flight and drops it. Never throws.
   void drop_in_flight() noexcept;
@@ -59,6 +64,7 @@ class CommContext {
   AllGatherStreams all_gather_streams_;
   ReduceStreams reduce_streams_;
   std::optional<GatherBuffer> gather_buffer_;
+  Event unsharded_freed_;
   std::deque<std::weak_ptr<Reduction>> reductions_;  // owned by their groups
 };
 

@@ -1,37 +1,74 @@
 #include "schedule/fsdp_param_group.h"
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "fsdp/error.h"
 #include "schedule/prefetch.h"
 
 namespace fsdp {
 
-FSDPParamGroup::FSDPParamGroup(std::vector<FSDPParam> params, FSDPMeshInfoPtr mesh_info,
-                               c10::Device device, GroupSettings settings)
-    : params_(std::move(params)),
+namespace {
+
+// Takes a parameter's gradient as soon as autograd has it, and leaves none with the parameter.
+class TakeGrad final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  TakeGrad(std::weak_ptr<GradBuffer> grads, size_t index)
+      : grads_(std::move(grads)), index_(index) {}
+
+  void operator()(const at::Tensor& param) override {
+    const std::shared_ptr<GradBuffer> grads = grads_.lock();
+    if (!grads) return;  // the group is gone; a graph that outlived it still ran
+    const at::Tensor grad = std::move(param.mutable_grad());
+    if (grad.defined()) grads->add(index_, grad);
+  }
+
+ private:
+  std::weak_ptr<GradBuffer> grads_;
+  size_t index_;
+};
+
+}  // namespace
+
+FSDPParamGroup::FSDPParamGroup(const std::vector<ParamToShard>& params, FSDPMeshInfoPtr mesh_info,
+                               Layout layout, c10::Device device, GroupSettings settings)
+    : sharded_params_(params, *mesh_info, layout, device),
       mesh_info_(std::move(mesh_info)),
       device_(device),
       settings_(std::move(settings)),
-      comm_(std::make_shared<CommContext>(device)) {}
+      comm_(std::make_shared<CommContext>(device)),
+      grads_(
+          std::make_shared<GradBuffer>(sharded_params_, mesh_info_->shard_size(),
+                                       mesh_info_->shard_size() * mesh_info_->replicate_size())) {
+  if (sharded_params_.layout() == Layout::kFlat) collect_grads_as_they_come();
+}
+
+void FSDPParamGroup::collect_grads_as_they_come() {
+  for (size_t i = 0; i < params().size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(params()[i].unsharded_param(),
+                                                   std::make_unique<TakeGrad>(grads_, i));
+  }
+}
 
 void FSDPParamGroup::lazy_init() {
   if (sharded_state_ != ShardedState::kSharded) return;
   check_sharded_params();
   check_uniform_dtype();
-  for (FSDPParam& param : params_) param.init_dtypes(settings_.mp_policy);
+  sharded_params_.init_dtypes(settings_.mp_policy);
 }
 
-void FSDPParamGroup::join_root(std::string module_path, std::shared_ptr<CommContext> comm) {
+void FSDPParamGroup::join_root(std::string module_path, int64_t number,
+                               std::shared_ptr<CommContext> comm) {
+  number_ = number;
   module_path_ = std::move(module_path);
   comm_ = std::move(comm);
-  for (FSDPParam& param : params_) {
-    param.set_fqn(module_path_.empty() ? param.name() : module_path_ + "." + param.name());
-  }
+  sharded_params_.set_fqns(module_path_);
 }
 
 void FSDPParamGroup::notify(ScheduleEventKind kind, bool changed) const {
@@ -46,14 +83,7 @@ void FSDPParamGroup::notify(ScheduleEventKind kind, bool changed) const {
 // A conversion of the module (to(), torch::load, set_data) moves sharded parameters off the flat
 // shard without a word. Every gather looks first, so that no step runs with old weights.
 void FSDPParamGroup::take_back_sharded_params() {
-  for (FSDPParam& param : params_) {
-    const at::Tensor& sharded = param.sharded_param();
-    FSDP_CHECK(StateError, sharded.device() == device_, "unshard: the sharded parameter ",
-               describe(param.spec()->fqn, param.spec()->sizes), " is on ", sharded.device(),
-               ", its group works on ", device_,
-               ". Move the model before fully_shard(), with the mesh of that device.");
-    converted_ = param.reset_sharded_param() || converted_;
-  }
+  converted_ = sharded_params_.take_back_sharded_params() || converted_;
 }
 
 void FSDPParamGroup::check_sharded_params() {
@@ -66,19 +96,20 @@ void FSDPParamGroup::check_sharded_params() {
       "unshard: the parameters of module '", module_path_,
       "' were converted or loaded between a forward and its backward. Do so before the "
       "forward, or after the optimizer's step.");
-  for (FSDPParam& param : params_) param.init_dtypes(settings_.mp_policy);
+  sharded_params_.init_dtypes(settings_.mp_policy);
   converted_ = false;
 }
 
 void FSDPParamGroup::check_uniform_dtype() const {
   const FSDPParam* first = nullptr;
-  for (const FSDPParam& param : params_) {
+  for (const FSDPParam& param : sharded_params_.params()) {
     if (!param.sharded_param().requires_grad()) continue;
     if (first == nullptr) first = &param;
-    FSDP_CHECK(ConfigError, param.orig_dtype() == first->orig_dtype(),
-               "fully_shard: the trainable parameters of module '", module_path_,
-               "' have different dtypes: '", first->spec()->fqn, "' is ", first->orig_dtype(),
-               ", '", param.spec()->fqn, "' is ", param.orig_dtype(),
+    const at::ScalarType dtype = param.sharded_param().scalar_type();
+    const at::ScalarType expected = first->sharded_param().scalar_type();
+    FSDP_CHECK(ConfigError, dtype == expected, "fully_shard: the trainable parameters of module '",
+               module_path_, "' have different dtypes: '", first->spec()->fqn, "' is ", expected,
+               ", '", param.spec()->fqn, "' is ", dtype,
                ". Convert them to one dtype, or shard the modules that differ on their own.");
   }
 }
@@ -96,7 +127,7 @@ void FSDPParamGroup::unshard(bool async_op) {
   check_sharded_params();
   gathered_before_step_ = false;
   reduced_since_gather_ = false;
-  for (FSDPParam& param : params_) {
+  for (FSDPParam& param : params()) {
     param.note_gather();
     gathered_before_step_ = gathered_before_step_ || param.sharded_param().grad().defined();
   }
@@ -113,8 +144,9 @@ void FSDPParamGroup::start_all_gather(bool async_op) {
   const FSDPMeshInfo& mesh_info = sharded_state_ == ShardedState::kShardedPostForward
                                       ? *settings_.post_forward_mesh_info
                                       : *mesh_info_;
-  all_gather_result_ = foreach_all_gather(params_, mesh_info.shard_group(), mesh_info.shard_size(),
-                                          mesh_info.shard_rank(), streams);
+  comm_->wait_for_freed();
+  all_gather_result_ = foreach_all_gather(sharded_params_, mesh_info.shard_group(),
+                                          mesh_info.shard_size(), mesh_info.shard_rank(), streams);
 }
 
 void FSDPParamGroup::wait_for_unshard() {
@@ -122,9 +154,14 @@ void FSDPParamGroup::wait_for_unshard() {
   comm_->free_gather_buffer();
   AllGatherResult result = std::move(*all_gather_result_);
   all_gather_result_.reset();
-  foreach_all_gather_copy_out(result, params_);
-  for (FSDPParam& param : params_) param.to_unsharded();
+  foreach_all_gather_copy_out(result, sharded_params_);
+  for (FSDPParam& param : params()) {
+    param.sync_requires_grad();
+    param.note_unsharded();
+  }
+  sharded_params_.drop_post_forward_shards();
   sharded_state_ = ShardedState::kUnsharded;
+  if (!result.buffer.defined()) return;
 
   Event copied_out = comm_->compute_stream().record();
   if (training_state_ == TrainingState::kForward && has_streams(device_.type())) {
@@ -141,6 +178,9 @@ void FSDPParamGroup::reshard() {
     return;
   }
   notify(ScheduleEventKind::kReshard, sharded_state_ != ShardedState::kSharded);
+  if (is_unsharded()) {
+    for (FSDPParam& param : params()) param.check_not_written();
+  }
   if (training_state_ == TrainingState::kForward &&
       settings_.post_forward_mesh_info != mesh_info_) {
     to_sharded_post_forward();
@@ -151,7 +191,9 @@ void FSDPParamGroup::reshard() {
 
 void FSDPParamGroup::to_sharded() {
   if (sharded_state_ == ShardedState::kSharded) return;
-  for (FSDPParam& param : params_) param.to_sharded();
+  sharded_params_.free_unsharded();
+  sharded_params_.drop_post_forward_shards();
+  comm_->note_unsharded_freed();
   sharded_state_ = ShardedState::kSharded;
 }
 
@@ -159,9 +201,8 @@ void FSDPParamGroup::to_sharded_post_forward() {
   if (sharded_state_ != ShardedState::kUnsharded) return;
   const c10::NoGradGuard no_grad;
   const FSDPMeshInfo& mesh_info = *settings_.post_forward_mesh_info;
-  for (FSDPParam& param : params_) {
-    param.to_sharded_post_forward(mesh_info.shard_size(), mesh_info.shard_rank());
-  }
+  sharded_params_.keep_post_forward_shards(mesh_info.shard_size(), mesh_info.shard_rank());
+  comm_->note_unsharded_freed();
   reshard_event_ = comm_->compute_stream().record();
   sharded_state_ = ShardedState::kShardedPostForward;
 }
@@ -172,7 +213,7 @@ void FSDPParamGroup::to_sharded_post_forward() {
 // What decides is the same on every rank.
 bool FSDPParamGroup::may_be_stale() const {
   if (converted_) return true;
-  for (const FSDPParam& param : params_) {
+  for (const FSDPParam& param : sharded_params_.params()) {
     if (param.changed_since_gather()) return true;
   }
   if (!post_forward_indices_.empty()) return false;  // a backward is to come first
@@ -186,7 +227,7 @@ void FSDPParamGroup::drop_stale_params() {
     reshard();
     return;
   }
-  for (FSDPParam& param : params_) param.sync_requires_grad();
+  for (FSDPParam& param : params()) param.sync_requires_grad();
 }
 
 // Ends a gather that nobody will use.
@@ -205,6 +246,7 @@ bool FSDPParamGroup::pre_forward() {
   const bool entering = training_state_ != TrainingState::kForward;
   if (training_state_ == TrainingState::kIdle) drop_stale_params();
   training_state_ = TrainingState::kForward;
+  for (FSDPParam& param : params()) param.admit_gradients();
   unshard();
   wait_for_unshard();
   return entering;
@@ -235,6 +277,7 @@ std::optional<size_t> FSDPParamGroup::pop_post_forward_index() {
 void FSDPParamGroup::pre_backward(bool default_prefetch) {
   if (training_state_ == TrainingState::kPreBackward) return;
   training_state_ = TrainingState::kPreBackward;
+  for (FSDPParam& param : params()) param.admit_gradients();
   unshard();
   wait_for_unshard();
   if (default_prefetch) backward_prefetch(*this);
@@ -252,8 +295,11 @@ void FSDPParamGroup::prefetch(TrainingState turn) {
 void FSDPParamGroup::post_backward() {
   const c10::NoGradGuard no_grad;
   training_state_ = TrainingState::kPostBackward;
-  bool has_grads = false;
-  for (FSDPParam& param : params_) {
+  bool has_grads =
+      grads_->has_grads() || (settings_.all_reduce_grads && has_partial_output()) ||
+      (settings_.reduce_scatter_unused_params && settings_.reduce_grads && may_get_grads());
+  for (FSDPParam& param : params()) {
+    param.admit_gradients();
     param.accumulate_unsharded_grad();
     has_grads = has_grads || param.has_unsharded_grad();
   }
@@ -269,42 +315,83 @@ void FSDPParamGroup::post_backward() {
 }
 
 void FSDPParamGroup::keep_unsharded_grads() {
-  for (FSDPParam& param : params_) param.keep_unsharded_grad();
+  const at::ScalarType dtype = sharded_params_.reduce_dtype();
+  for (FSDPParam& param : params()) param.keep_unsharded_grad(dtype);
+}
+
+// kPerParameter. In the flat layout the hooks have done so.
+void FSDPParamGroup::take_unsharded_grads() {
+  for (size_t i = 0; i < params().size(); ++i) {
+    if (params()[i].has_unsharded_grad()) grads_->add(i, params()[i].take_unsharded_grad());
+  }
+}
+
+// HSDP: whether an earlier backward left a sum that is not all-reduced yet.
+bool FSDPParamGroup::has_partial_output() const {
+  return partial_reduce_output_.flat.defined() || (reduction_ && reduction_->has_partial_output());
+}
+
+// Whether a rank that ran another branch may have gradients where this one has none.
+bool FSDPParamGroup::may_get_grads() const {
+  const auto& params = sharded_params_.params();
+  return !post_forward_indices_.empty() &&
+         std::any_of(params.begin(), params.end(),
+                     [](const FSDPParam& param) { return param.sharded_param().requires_grad(); });
 }
 
 void FSDPParamGroup::start_reduction() {
-  comm_->make_room_for_reduction();
-  if (reduction_) {
-    reduction_->finish();
-    comm_->compute_stream().wait(reduction_->post_reduce());
-    if (PartialOutput partial = reduction_->take_partial_output(); partial.flat.defined()) {
-      partial_reduce_output_ = std::move(partial);
-    }
-  }
-  ReduceRequest request{.mesh_info = mesh_info_,
-                        .device = device_,
+  comm_->finish_reductions();
+  end_reduction();
+  take_unsharded_grads();
+  ReduceRequest request{.input = grads_->take(settings_.reduce_scatter_unused_params, number_),
+                        .mesh_info = mesh_info_,
                         .divide_factor = settings_.gradient_divide_factor,
                         .all_reduce_grads = settings_.all_reduce_grads,
+                        .require_equal_grads = settings_.require_equal_gradients,
                         .partial_output = std::exchange(partial_reduce_output_, {})};
-  const std::vector<FSDPParam*>& partial = request.partial_output.params;
-  for (FSDPParam& param : params_) {
-    const bool has_grad = param.has_unsharded_grad();
-    if (!has_grad && std::find(partial.begin(), partial.end(), &param) == partial.end()) continue;
-    request.params.push_back(&param);
-    request.grads.push_back(has_grad ? param.take_unsharded_grad() : param.zero_unsharded_grad());
-    request.orig_dtype = param.orig_dtype();
-    request.reduce_dtype = param.reduce_dtype();
-  }
   reduced_since_gather_ = true;
   reduction_ = std::make_shared<Reduction>(std::move(request), comm_->reduce_streams());
   comm_->add_reduction(reduction_);
   if (has_streams(device_.type())) reduction_->finish();  // work on streams; the host goes on
 }
 
+void FSDPParamGroup::leave_backward() {
+  training_state_ = TrainingState::kIdle;
+  for (FSDPParam& param : params()) param.refuse_optimizers();
+}
+
+// The sharded gradients are views of a reduction's output: from here on they alone hold it.
+void FSDPParamGroup::end_reduction() {
+  if (!reduction_) return;
+  reduction_->finish();
+  comm_->compute_stream().wait(reduction_->post_reduce());
+  if (reduction_->has_partial_output()) {
+    partial_reduce_output_ = reduction_->take_partial_output();
+  }
+  reduction_.reset();
+}
+
 void FSDPParamGroup::finalize_backward() {
-  if (reduction_) comm_->compute_stream().wait(reduction_->post_reduce());
+  end_reduction();
   drop_gather();  // for a backward that did not come
   post_forward_indices_.clear();
+}
+
+std::string FSDPParamGroup::describe() const {
+  const auto name_of = [](const std::optional<at::ScalarType>& dtype) {
+    return dtype ? c10::toString(*dtype) : "-";
+  };
+  std::ostringstream text;
+  for (const FSDPParam& param : sharded_params_.params()) {
+    const ShardedTensorSpec& spec = *param.spec();
+    text << "'" << spec.fqn << "' " << at::IntArrayRef(spec.sizes) << " " << spec.dtype
+         << (param.sharded_param().requires_grad() ? "" : " frozen") << " of group '"
+         << module_path_ << "'"
+         << (sharded_params_.layout() == Layout::kFlat ? " flat" : " per parameter") << " dim "
+         << spec.shard_dim << " param_dtype " << name_of(settings_.mp_policy.param_dtype)
+         << " reduce_dtype " << name_of(settings_.mp_policy.reduce_dtype) << "\n";
+  }
+  return text.str();
 }
 
 void FSDPParamGroup::reset_iteration(bool drop_unsharded_grads) noexcept {
@@ -312,7 +399,8 @@ void FSDPParamGroup::reset_iteration(bool drop_unsharded_grads) noexcept {
   post_forward_indices_.clear();
   if (drop_unsharded_grads) {
     partial_reduce_output_ = {};
-    for (FSDPParam& param : params_) param.take_unsharded_grad().reset();
+    grads_->clear();
+    for (FSDPParam& param : params()) param.take_unsharded_grad().reset();
   }
   training_state_ = TrainingState::kIdle;
   to_sharded();

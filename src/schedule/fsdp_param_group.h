@@ -7,8 +7,9 @@
 
 #include "fsdp/events.h"
 #include "fsdp/policy.h"
+#include "reduce/grad_buffer.h"
 #include "schedule/comm_context.h"
-#include "shard/fsdp_param.h"
+#include "shard/sharded_params.h"
 #include "unshard/all_gather.h"
 
 namespace fsdp {
@@ -22,6 +23,9 @@ struct GroupSettings {
   bool all_reduce_grads = true;
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;
+  /// Reduce zeros for parameters without a gradient, also where the whole group has none.
+  bool reduce_scatter_unused_params = false;
+  bool require_equal_gradients = false;
   std::optional<double> gradient_divide_factor;
 };
 
@@ -32,8 +36,8 @@ struct GroupSettings {
 /// Source: PyTorch 2.13, torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.
 class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
  public:
-  FSDPParamGroup(std::vector<FSDPParam> params, FSDPMeshInfoPtr mesh_info, c10::Device device,
-                 GroupSettings settings);
+  FSDPParamGroup(const std::vector<ParamToShard>& params, FSDPMeshInfoPtr mesh_info, Layout layout,
+                 c10::Device device, GroupSettings settings);
 
   /// Resolves the dtypes and takes back sharded parameters that were converted since. May be called
   /// again; the dtypes of a group that has computed already do not change.
@@ -41,8 +45,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Brings sharded parameters that were converted back onto the flat shard, with their labels.
   /// Errors:  StateError if their shape has changed or they are on another device.
   void take_back_sharded_params();
-  /// Names from the root, and the streams and buffers that the root's groups share.
-  void join_root(std::string module_path, std::shared_ptr<CommContext> comm);
+  /// Names from the root, this group's number among the root's, from 1, and the streams and buffers
+  /// that they share.
+  void join_root(std::string module_path, int64_t number, std::shared_ptr<CommContext> comm);
 
   // Forward -----------------------------------------------------------------------------------
   /// Starts the all-gather, unless the parameters are unsharded or on their way.
@@ -61,7 +66,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void post_backward();
   /// After the last backward of a step: nothing stays in flight.
   void finalize_backward();
-  void leave_backward() { training_state_ = TrainingState::kIdle; }
+  /// After each backward of the root.
+  void leave_backward();
 
   /// Gathers for another module's turn: in forward, or in backward.
   void prefetch(TrainingState turn);
@@ -73,9 +79,12 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// its backward may have added to half. Never throws.
   void reset_iteration(bool drop_unsharded_grads) noexcept;
 
+  /// What ranks must agree on, a line for each parameter.
+  [[nodiscard]] std::string describe() const;
+
   [[nodiscard]] TrainingState training_state() const { return training_state_; }
   [[nodiscard]] bool is_unsharded() const { return sharded_state_ == ShardedState::kUnsharded; }
-  [[nodiscard]] std::vector<FSDPParam>& params() { return params_; }
+  [[nodiscard]] std::vector<FSDPParam>& params() { return sharded_params_.params(); }
   [[nodiscard]] GroupSettings& settings() { return settings_; }
   [[nodiscard]] const FSDPMeshInfoPtr& mesh_info() const { return mesh_info_; }
   [[nodiscard]] const std::string& module_path() const { return module_path_; }
@@ -83,6 +92,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void set_observer(std::shared_ptr<ScheduleObserver> observer) { observer_ = std::move(observer); }
 
  private:
+  void collect_grads_as_they_come();
   void check_sharded_params();
   void check_uniform_dtype() const;
   [[nodiscard]] bool may_be_stale() const;
@@ -93,14 +103,19 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void to_sharded_post_forward();
   void record_post_forward();
   void keep_unsharded_grads();
+  void take_unsharded_grads();
+  [[nodiscard]] bool may_get_grads() const;
+  [[nodiscard]] bool has_partial_output() const;
   void start_reduction();
+  void end_reduction();
   void notify(ScheduleEventKind kind, bool changed) const;
 
-  std::vector<FSDPParam> params_;
+  ShardedParams sharded_params_;
   FSDPMeshInfoPtr mesh_info_;
   c10::Device device_;
   GroupSettings settings_;
   std::string module_path_;
+  int64_t number_ = 1;
   std::shared_ptr<CommContext> comm_;  // its own until join_root
   std::shared_ptr<ScheduleObserver> observer_;
 
@@ -113,6 +128,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   bool converted_ = false;             // since the dtypes were resolved
   bool gathered_before_step_ = false;  // gradients were there when the last gather began
   bool reduced_since_gather_ = false;
+  std::shared_ptr<GradBuffer> grads_;     // kFlat: the parameters' hooks hold it too, weakly
   std::shared_ptr<Reduction> reduction_;  // the last one
   PartialOutput partial_reduce_output_;   // HSDP without all-reduce
 };

@@ -6,13 +6,19 @@ namespace fsdp {
 
 /// The rows of a parameter that one rank holds. Pure arithmetic.
 struct ShardRange {
-  int64_t begin = 0;        ///< first row; equal to the number of rows for an empty shard
-  int64_t length = 0;       ///< how many rows, maybe none
-  int64_t padded_rows = 0;  ///< rows of the largest shard, which is what every rank gathers
+  int64_t begin = 0;   ///< first row; equal to the number of rows for an empty shard behind them
+  int64_t length = 0;  ///< how many rows, maybe none
 };
 
-/// Cuts `num_rows` rows over `world_size` ranks as torch.chunk does: consecutive runs of
-/// ceil(num_rows / world_size), the last one maybe shorter, trailing ranks maybe empty.
+/// Cuts `num_rows` rows over ranks as torch.chunk does: consecutive runs of chunk_rows(), the last
+/// one maybe shorter, trailing ranks maybe empty.
 [[nodiscard]] ShardRange shard_range(int64_t num_rows, int64_t world_size, int64_t rank);
+[[nodiscard]] int64_t chunk_rows(int64_t num_rows, int64_t world_size);
+
+/// The rows of a parameter that lie in the part of `rank` of a flat buffer, of which rank r owns
+/// the elements [r * shard_numel, (r + 1) * shard_numel). The parameter begins at element `start`;
+/// no boundary cuts one of its rows of `row_numel` elements. Rows without elements are rank 0's.
+[[nodiscard]] ShardRange flat_shard_range(int64_t num_rows, int64_t row_numel, int64_t start,
+                                          int64_t shard_numel, int64_t rank);
 
 }  // namespace fsdp

@@ -14,15 +14,24 @@ using ShardedTensorSpecPtr = std::shared_ptr<const ShardedTensorSpec>;
 /// Makes `tensor` carry `spec` (replacing one it had).
 void attach_spec(const at::Tensor& tensor, ShardedTensorSpecPtr spec);
 
-/// The specification of a rank's part of a tensor of `sizes`, cut along `shard_dim` (not negative).
+/// The specification of a rank's part of a tensor of `sizes`, cut along `shard_dim` (not negative)
+/// on its own, as torch.chunk does.
 [[nodiscard]] ShardedTensorSpecPtr make_spec(std::string fqn, at::IntArrayRef sizes,
                                              at::ScalarType dtype, const DeviceMeshPtr& mesh,
                                              int64_t shard_mesh_dim, int64_t shard_dim);
 
-/// The shape of this rank's part, without padding.
+/// The same in a flat buffer shared with other tensors.
+[[nodiscard]] ShardedTensorSpecPtr make_flat_spec(std::string fqn, at::IntArrayRef sizes,
+                                                  at::ScalarType dtype, const DeviceMeshPtr& mesh,
+                                                  int64_t shard_mesh_dim, int64_t flat_start,
+                                                  int64_t shard_numel);
+
+/// The shape of this rank's part.
 [[nodiscard]] std::vector<int64_t> local_sizes(const ShardedTensorSpec& spec);
-/// The shape of every rank's part with padding.
-[[nodiscard]] std::vector<int64_t> padded_local_sizes(const ShardedTensorSpec& spec);
+/// Whether `sizes` is local_sizes(spec).
+[[nodiscard]] bool has_local_sizes(const ShardedTensorSpec& spec, at::IntArrayRef sizes);
+/// Elements of one index of the first dimension.
+[[nodiscard]] int64_t row_numel(at::IntArrayRef sizes);
 /// The name and shape in an error message: "'layers.0.wq.weight' of shape [4, 2]".
 [[nodiscard]] std::string describe(const std::string& fqn, at::IntArrayRef sizes);
 

@@ -1,5 +1,7 @@
 #include "fsdp/sharded_tensor.h"
 
+#include <algorithm>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -21,11 +23,7 @@ struct SpecMeta : c10::BackendMeta {
 
 struct UnshardedParamMeta : c10::BackendMeta {};
 
-int64_t product(at::IntArrayRef sizes, size_t begin, size_t end) {
-  int64_t result = 1;
-  for (size_t i = begin; i < end; ++i) result *= sizes[i];
-  return result;
-}
+int64_t numel(at::IntArrayRef sizes) { return c10::multiply_integers(sizes); }
 
 // [outer, cut dimension, inner]: what lies before and behind the dimension that is cut.
 struct Blocks {
@@ -34,9 +32,10 @@ struct Blocks {
 
 Blocks blocks_of(const ShardedTensorSpec& spec) {
   const auto dim = static_cast<size_t>(spec.shard_dim);
-  return {.outer = product(spec.sizes, 0, dim),
-          .rows = spec.sizes[dim],
-          .inner = product(spec.sizes, dim + 1, spec.sizes.size())};
+  const at::IntArrayRef sizes = spec.sizes;
+  return {.outer = numel(sizes.slice(0, dim)),
+          .rows = sizes[dim],
+          .inner = numel(sizes.slice(dim + 1))};
 }
 
 }  // namespace
@@ -63,8 +62,11 @@ bool is_unsharded_param(const at::Tensor& param) {
 ShardedTensorSpecPtr make_spec(std::string fqn, at::IntArrayRef sizes, at::ScalarType dtype,
                                const DeviceMeshPtr& mesh, int64_t shard_mesh_dim,
                                int64_t shard_dim) {
-  const ShardRange range = shard_range(sizes[shard_dim], mesh->size(shard_mesh_dim),
-                                       mesh->get_local_rank(shard_mesh_dim));
+  const int64_t world_size = mesh->size(shard_mesh_dim);
+  const ShardRange range =
+      shard_range(sizes[shard_dim], world_size, mesh->get_local_rank(shard_mesh_dim));
+  std::vector<int64_t> part_sizes = sizes.vec();
+  part_sizes[shard_dim] = chunk_rows(sizes[shard_dim], world_size);
   return std::make_shared<ShardedTensorSpec>(ShardedTensorSpec{.fqn = std::move(fqn),
                                                                .sizes = sizes.vec(),
                                                                .dtype = dtype,
@@ -73,7 +75,25 @@ ShardedTensorSpecPtr make_spec(std::string fqn, at::IntArrayRef sizes, at::Scala
                                                                .shard_dim = shard_dim,
                                                                .row_begin = range.begin,
                                                                .num_rows = range.length,
-                                                               .padded_rows = range.padded_rows});
+                                                               .flat_start = 0,
+                                                               .shard_numel = numel(part_sizes)});
+}
+
+ShardedTensorSpecPtr make_flat_spec(std::string fqn, at::IntArrayRef sizes, at::ScalarType dtype,
+                                    const DeviceMeshPtr& mesh, int64_t shard_mesh_dim,
+                                    int64_t flat_start, int64_t shard_numel) {
+  const ShardRange range = flat_shard_range(sizes[0], row_numel(sizes), flat_start, shard_numel,
+                                            mesh->get_local_rank(shard_mesh_dim));
+  return std::make_shared<ShardedTensorSpec>(ShardedTensorSpec{.fqn = std::move(fqn),
+                                                               .sizes = sizes.vec(),
+                                                               .dtype = dtype,
+                                                               .mesh = mesh,
+                                                               .shard_mesh_dim = shard_mesh_dim,
+                                                               .shard_dim = 0,
+                                                               .row_begin = range.begin,
+                                                               .num_rows = range.length,
+                                                               .flat_start = flat_start,
+                                                               .shard_numel = shard_numel});
 }
 
 std::vector<int64_t> local_sizes(const ShardedTensorSpec& spec) {
@@ -82,11 +102,16 @@ std::vector<int64_t> local_sizes(const ShardedTensorSpec& spec) {
   return sizes;
 }
 
-std::vector<int64_t> padded_local_sizes(const ShardedTensorSpec& spec) {
-  std::vector<int64_t> sizes = spec.sizes;
-  sizes[spec.shard_dim] = spec.padded_rows;
-  return sizes;
+bool has_local_sizes(const ShardedTensorSpec& spec, at::IntArrayRef sizes) {
+  if (sizes.size() != spec.sizes.size()) return false;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    const bool is_cut = static_cast<int64_t>(dim) == spec.shard_dim;
+    if (sizes[dim] != (is_cut ? spec.num_rows : spec.sizes[dim])) return false;
+  }
+  return true;
 }
+
+int64_t row_numel(at::IntArrayRef sizes) { return numel(sizes.slice(1)); }
 
 std::string describe(const std::string& fqn, at::IntArrayRef sizes) {
   return c10::str("'", fqn, "' of shape ", sizes);
@@ -152,13 +177,12 @@ at::Tensor full_tensor(const at::Tensor& tensor) {
   const ShardedTensorSpec* spec = spec_of(tensor);
   if (spec == nullptr) return tensor;
   const c10::NoGradGuard no_grad;
-  FSDP_CHECK(StateError, tensor.sizes() == at::IntArrayRef(local_sizes(*spec)),
-             "full_tensor: the local part of ", describe(spec->fqn, spec->sizes), " has shape ",
-             tensor.sizes(), ", expected ", at::IntArrayRef(local_sizes(*spec)),
+  FSDP_CHECK(StateError, has_local_sizes(*spec, tensor.sizes()), "full_tensor: the local part of ",
+             describe(spec->fqn, spec->sizes), " has shape ", tensor.sizes(), ", expected ",
+             at::IntArrayRef(local_sizes(*spec)),
              ". Pass a parameter or gradient of a sharded module as it is, not a view of it.");
   const int64_t world_size = spec->mesh->size(spec->shard_mesh_dim);
-  const std::vector<int64_t> part_sizes = padded_local_sizes(*spec);
-  const int64_t part_numel = product(part_sizes, 0, part_sizes.size());
+  const int64_t part_numel = std::min(spec->shard_numel, numel(spec->sizes));
   if (part_numel == 0) return at::zeros(spec->sizes, tensor.options());
 
   at::Tensor part = at::zeros({part_numel}, tensor.options());
@@ -167,11 +191,21 @@ at::Tensor full_tensor(const at::Tensor& tensor) {
   const ProcessGroupPtr& group = spec->shard_group();
   wait_for(*group->_allgather_base(parts, part), *group, "all-gather of full_tensor");
   const at::Tensor parts_WN = parts.view({world_size, part_numel});
-  if (spec->shard_dim == 0) {
-    return parts.narrow(0, 0, product(spec->sizes, 0, spec->sizes.size())).view(spec->sizes);
-  }
   at::Tensor whole = at::empty(spec->sizes, tensor.options());
-  copy_parts_to_whole(*spec, parts_WN, whole);
+  if (spec->shard_dim != 0) {
+    copy_parts_to_whole(*spec, parts_WN, whole);
+    return whole;
+  }
+  const int64_t row = row_numel(spec->sizes);
+  const int64_t last = spec->flat_start + whole.numel() - 1;
+  for (int64_t rank = spec->flat_start / spec->shard_numel; rank <= last / spec->shard_numel;
+       ++rank) {
+    const ShardRange rows =
+        flat_shard_range(spec->sizes[0], row, spec->flat_start, spec->shard_numel, rank);
+    whole.view(-1)
+        .narrow(0, rows.begin * row, rows.length * row)
+        .copy_(parts_WN[rank].narrow(0, 0, rows.length * row));
+  }
   return whole;
 }
 
@@ -187,6 +221,22 @@ at::Tensor distribute_tensor(const at::Tensor& full, const DeviceMeshPtr& mesh, 
                          .narrow(shard_dim, spec->row_begin, spec->num_rows)
                          .clone(at::MemoryFormat::Contiguous);
   attach_spec(local, spec);
+  return local;
+}
+
+at::Tensor distribute_tensor(const at::Tensor& full, const at::Tensor& like) {
+  const c10::NoGradGuard no_grad;
+  const ShardedTensorSpec* spec = spec_of(like);
+  FSDP_CHECK(ConfigError, spec != nullptr,
+             "distribute_tensor: the tensor to follow is not sharded. Pass a parameter of a module "
+             "after fully_shard(), or a mesh.");
+  FSDP_CHECK(ConfigError, full.sizes() == at::IntArrayRef(spec->sizes),
+             "distribute_tensor: the whole tensor has shape ", full.sizes(), ", but ",
+             describe(spec->fqn, spec->sizes), " is to follow.");
+  at::Tensor local = full.detach()
+                         .narrow(spec->shard_dim, spec->row_begin, spec->num_rows)
+                         .clone(at::MemoryFormat::Contiguous);
+  attach_spec(local, std::make_shared<ShardedTensorSpec>(*spec));
   return local;
 }
 

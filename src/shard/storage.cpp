@@ -16,6 +16,24 @@ void free_storage(const at::Storage& storage, const std::string& access_error) {
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(access_error);
 }
 
+at::Storage make_freed_storage(int64_t bytes, c10::Device device, const std::string& access_error) {
+  at::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(bytes), at::DataPtr(nullptr, device),
+      c10::GetAllocator(device.type()), /*resizable=*/false));
+  free_storage(storage, access_error);
+  return storage;
+}
+
+void move_bytes(const at::Storage& from, const at::Storage& to) {
+  c10::StorageImpl* source = from.unsafeGetStorageImpl();
+  c10::StorageImpl* target = to.unsafeGetStorageImpl();
+  TORCH_INTERNAL_ASSERT(source->nbytes() == target->nbytes());
+  if (target->nbytes() == 0) return;
+  at::DataPtr bytes = source->set_data_ptr(at::DataPtr(nullptr, source->device()));
+  target->clear_data_ptr_access_error_msg_();
+  target->set_data_ptr_noswap(std::move(bytes));
+}
+
 void allocate_storage(const at::Storage& storage) {
   if (is_allocated(storage)) return;
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();

@@ -14,6 +14,14 @@ namespace fsdp {
 /// current stream.
 void free_storage(const at::Storage& storage, const std::string& access_error);
 
+/// A storage of `bytes` that has none yet: freed from the start.
+[[nodiscard]] at::Storage make_freed_storage(int64_t bytes, c10::Device device,
+                                             const std::string& access_error);
+
+/// Gives a freed storage the bytes of another of the same size, which is left without any.
+/// Streams: the bytes will go back to the allocator on the stream that they were allocated on.
+void move_bytes(const at::Storage& from, const at::Storage& to);
+
 /// Gives a freed storage uninitialised bytes again, at whatever address. Does nothing if it has
 /// any. Streams: allocated on the current stream of the storage's device.
 void allocate_storage(const at::Storage& storage);

@@ -7,90 +7,150 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "mesh/work.h"
+#include "shard/storage.h"
 
 namespace fsdp {
 namespace {
 
 // The dtype that all parameters gather in, or bytes if they differ.
-at::ScalarType gather_dtype(std::span<const FSDPParam> params) {
-  const at::ScalarType first = params.front().compute_dtype();
-  const bool uniform = std::all_of(params.begin(), params.end(), [&](const FSDPParam& param) {
-    return param.compute_dtype() == first;
-  });
+at::ScalarType gather_dtype(const ShardedParams& params) {
+  const auto& flats = params.flats();
+  const at::ScalarType first = flats.front()->compute_dtype();
+  const bool uniform = std::all_of(
+      flats.begin(), flats.end(), [&](const auto& flat) { return flat->compute_dtype() == first; });
   return uniform ? first : at::kByte;
 }
 
-}  // namespace
+// On a device the all-gather stream waits, not the host; on CPU whoever needs the parameters does.
+void record(AllGatherResult& result, const AllGatherStreams& streams) {
+  if (result.work && has_streams(result.buffer.device().type())) {
+    wait_for(*result.work, *result.group, "all-gather of unshard");
+    result.work.reset();
+  }
+  result.done = streams.all_gather.record();
+}
 
-AllGatherResult foreach_all_gather(std::span<FSDPParam> params, const ProcessGroupPtr& group,
-                                   int64_t world_size, int64_t rank,
-                                   const AllGatherStreams& streams) {
-  AllGatherResult result;
-  result.world_size = world_size;
-  result.group = group;
+// kFlat: each flat parameter is gathered to where it lies in the group's storage.
+void gather_flat(AllGatherResult& result, ShardedParams& params, int64_t rank,
+                 const AllGatherStreams& streams) {
+  std::vector<at::Tensor> inputs, outputs;
+  {
+    const StreamGuard on_copy_in(streams.copy_in);
+    result.buffer = at::empty({static_cast<int64_t>(params.storage().nbytes())},
+                              at::TensorOptions().dtype(at::kByte).device(params.device()));
+    for (const auto& flat : params.flats()) {
+      const at::Tensor& unsharded = flat->unsharded();
+      if (unsharded.numel() == 0) continue;
+      outputs.push_back(tensor_over(result.buffer.storage(), unsharded.scalar_type(),
+                                    unsharded.storage_offset(), unsharded.sizes()));
+      inputs.push_back(flat->all_gather_input());
+      if (result.world_size > 1 && inputs.back().scalar_type() == unsharded.scalar_type()) continue;
+      // Cast into this rank's part.
+      const int64_t numel = unsharded.numel() / result.world_size;
+      const at::Tensor part = outputs.back().narrow(0, rank * numel, numel);
+      part.copy_(inputs.back());
+      inputs.back() = part;
+    }
+  }
+  streams.all_gather.wait(streams.copy_in);
+  const StreamGuard on_all_gather(streams.all_gather);
+  if (result.world_size > 1 && outputs.size() == 1) {
+    result.work = result.group->_allgather_base(outputs.front(), inputs.front());
+  } else if (result.world_size > 1 && outputs.size() > 1) {
+    result.work = result.group->allgather_into_tensor_coalesced(outputs, inputs);
+  }
+  record(result, streams);
+}
+
+// kPerParameter: the ranks' parts of all parameters one after the other, as one collective.
+void gather_per_parameter(AllGatherResult& result, ShardedParams& params, int64_t rank,
+                          const AllGatherStreams& streams) {
   int64_t rank_bytes = 0;
-  for (const FSDPParam& param : params) {
-    const int64_t bytes = param.all_gather_input().numel() *
-                          static_cast<int64_t>(c10::elementSize(param.compute_dtype()));
+  for (const auto& flat : params.flats()) {
+    const int64_t bytes = flat->all_gather_input().numel() *
+                          static_cast<int64_t>(c10::elementSize(flat->compute_dtype()));
     result.part_bytes.push_back(bytes);
     rank_bytes += bytes;
   }
-  if (world_size == 1 || rank_bytes == 0) return result;  // copy-out reads the shards
+  if (result.world_size == 1 || rank_bytes == 0) return;  // copy-out reads the shards
 
-  const c10::NoGradGuard no_grad;
   const at::ScalarType dtype = gather_dtype(params);
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
   const int64_t rank_numel = rank_bytes / element_bytes;
   at::Tensor input;
   {
     const StreamGuard on_copy_in(streams.copy_in);
-    result.buffer = at::empty({rank_numel * world_size},
-                              params.front().all_gather_input().options().dtype(dtype));
+    result.buffer = at::empty({rank_numel * result.world_size},
+                              at::TensorOptions().dtype(dtype).device(params.device()));
     input = result.buffer.narrow(0, rank * rank_numel, rank_numel);
     int64_t offset = 0;
-    for (size_t i = 0; i < params.size(); ++i) {
+    for (size_t i = 0; i < params.flats().size(); ++i) {
+      const FlatParam& flat = *params.flats()[i];
       const int64_t numel = result.part_bytes[i] / element_bytes;
-      at::Tensor part = params[i].all_gather_input().to(params[i].compute_dtype());
+      at::Tensor part = flat.all_gather_input().to(flat.compute_dtype());
       if (part.scalar_type() != dtype) part = part.view(dtype);
       input.narrow(0, offset, numel).copy_(part);
       offset += numel;
     }
   }
   streams.all_gather.wait(streams.copy_in);
-  {
-    const StreamGuard on_all_gather(streams.all_gather);
-    result.work = group->_allgather_base(result.buffer, input);
-    if (has_streams(result.buffer.device().type())) {
-      wait_for(*result.work, *group, "all-gather of unshard");  // the stream waits, not the host
-      result.work.reset();
+  const StreamGuard on_all_gather(streams.all_gather);
+  result.work = result.group->_allgather_base(result.buffer, input);
+  record(result, streams);
+}
+
+void copy_out_per_parameter(AllGatherResult& result, ShardedParams& params) {
+  params.allocate_unsharded();
+  if (!result.buffer.defined()) {
+    for (const FSDPParam& param : params.params()) {
+      param.copy_out(param.flat().all_gather_input().unsqueeze(0));
     }
-    result.done = streams.all_gather.record();
+    return;
+  }
+  const at::Tensor parts = result.buffer.view({result.world_size, -1});
+  const auto element_bytes = static_cast<int64_t>(result.buffer.element_size());
+  int64_t offset = 0;
+  for (size_t i = 0; i < params.params().size(); ++i) {
+    const FSDPParam& param = params.params()[i];
+    const int64_t numel = result.part_bytes[i] / element_bytes;
+    at::Tensor parts_WN = parts.narrow(1, offset, numel);
+    if (parts_WN.scalar_type() != param.flat().compute_dtype()) {
+      parts_WN = parts_WN.contiguous().view(param.flat().compute_dtype());
+    }
+    param.copy_out(parts_WN);
+    offset += numel;
+  }
+}
+
+}  // namespace
+
+AllGatherResult foreach_all_gather(ShardedParams& params, const ProcessGroupPtr& group,
+                                   int64_t world_size, int64_t rank,
+                                   const AllGatherStreams& streams) {
+  const c10::NoGradGuard no_grad;
+  AllGatherResult result;
+  result.world_size = world_size;
+  result.group = group;
+  if (params.layout() == Layout::kFlat) {
+    gather_flat(result, params, rank, streams);
+  } else {
+    gather_per_parameter(result, params, rank, streams);
   }
   return result;
 }
 
-void foreach_all_gather_copy_out(AllGatherResult& result, std::span<FSDPParam> params) {
+void foreach_all_gather_copy_out(AllGatherResult& result, ShardedParams& params) {
   const c10::NoGradGuard no_grad;
   if (result.work) {
     wait_for(*result.work, *result.group, "all-gather of unshard");
     result.work.reset();
   }
-  if (!result.buffer.defined()) {
-    for (FSDPParam& param : params) param.copy_out(param.all_gather_input().unsqueeze(0));
-    return;
-  }
-  current_stream(result.buffer.device()).wait(result.done);
-  const at::Tensor parts = result.buffer.view({result.world_size, -1});
-  const auto element_bytes = static_cast<int64_t>(result.buffer.element_size());
-  int64_t offset = 0;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const int64_t numel = result.part_bytes[i] / element_bytes;
-    at::Tensor parts_WN = parts.narrow(1, offset, numel);
-    if (parts_WN.scalar_type() != params[i].compute_dtype()) {
-      parts_WN = parts_WN.contiguous().view(params[i].compute_dtype());
-    }
-    params[i].copy_out(parts_WN);
-    offset += numel;
+  current_stream(params.device()).wait(result.done);
+  if (params.layout() == Layout::kFlat) {
+    params.adopt_unsharded(result.buffer.storage());
+    result.buffer.reset();
+  } else {
+    copy_out_per_parameter(result, params);
   }
 }
 

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <optional>
-#include <span>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +7,7 @@
 
 #include "base/stream.h"
 #include "fsdp/process_group.h"
-#include "shard/fsdp_param.h"
+#include "shard/sharded_params.h"
 
 namespace fsdp {
 
@@ -21,9 +19,11 @@ struct AllGatherStreams {
 
 /// An all-gather in flight. The buffer is let go behind the event that ends its use.
 struct AllGatherResult {
-  at::Tensor buffer;                ///< 1-D: the parts of rank 0, of rank 1, ...
-  std::vector<int64_t> part_bytes;  ///< of each parameter in a rank's part
-  int64_t world_size = 1;           ///< of the group that gathers; 1: buffer is undefined
+  /// 1-D. kPerParameter: the parts of rank 0, of rank 1, ...; undefined for one rank.
+  /// kFlat: the bytes of the unsharded parameters' storage.
+  at::Tensor buffer;
+  std::vector<int64_t> part_bytes;  ///< kPerParameter: of each parameter in a rank's part
+  int64_t world_size = 1;           ///< of the group that gathers
   ProcessGroupPtr group;
   c10::intrusive_ptr<c10d::Work> work;  ///< null once the all-gather stream waits for it
   Event done;                           ///< on the all-gather stream
@@ -31,17 +31,19 @@ struct AllGatherResult {
 
 /// Starts the all-gather of the parameters of one group, cast to their compute dtypes.
 ///
-/// Memory:  one buffer of the unsharded bytes; the rank's own part is written in place.
+/// Memory:  one buffer of the unsharded bytes. A rank's own part is written in place; kFlat without
+///          a cast sends the flat shard itself.
 /// Streams: see AllGatherStreams; the caller waits with foreach_all_gather_copy_out.
-/// Ranks:   one _allgather_base over `group`, none with one rank.
+/// Ranks:   one collective over `group`, coalesced if there are several flat parameters; none with
+///          one rank.
 /// Source:  PyTorch 2.13, _fsdp_collectives.foreach_all_gather.
-[[nodiscard]] AllGatherResult foreach_all_gather(std::span<FSDPParam> params,
+[[nodiscard]] AllGatherResult foreach_all_gather(ShardedParams& params,
                                                  const ProcessGroupPtr& group, int64_t world_size,
                                                  int64_t rank, const AllGatherStreams& streams);
 
-/// Waits for the all-gather and copies each parameter's parts into its storage, on the current
-/// stream. The parameters' state is unchanged.
-/// Errors:  CommError if the collective failed.
-void foreach_all_gather_copy_out(AllGatherResult& result, std::span<FSDPParam> params);
+/// Waits for the all-gather, on the current stream, and makes the parameters valid. kFlat: moves
+/// the buffer's bytes into their storage, and copies nothing. kPerParameter: copies each
+/// parameter's parts into its own. Errors:  CommError if the collective failed.
+void foreach_all_gather_copy_out(AllGatherResult& result, ShardedParams& params);
 
 }  // namespace fsdp

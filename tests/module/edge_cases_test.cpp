@@ -8,6 +8,7 @@
 #include "fsdp/fully_shard.h"
 #include "fsdp/optim.h"
 #include "fsdp/sharded_tensor.h"
+#include "support/layouts.h"
 #include "support/messages.h"
 #include "support/models.h"
 
@@ -24,10 +25,10 @@ struct Pair {
   MLP plain{5};
   MLP sharded{5};
 
-  explicit Pair(const FullyShardOptions& options = {}) {
+  explicit Pair(Layout layout) {
     testing::init_parameters(*plain);
     testing::init_parameters(*sharded);
-    fully_shard(*sharded, options);
+    fully_shard(*sharded, {.layout = layout});
   }
   void expect_equal_outputs(const std::string& when) {
     const c10::NoGradGuard no_grad;
@@ -40,14 +41,17 @@ struct Pair {
   }
 };
 
+class EdgeCases : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(EdgeCases);
+
 // Promise: weights that an optimizer changed are used, also where parameters stayed unsharded over
 // its step: kept by an evaluation, by reshard_after_backward = false, or by unshard(). torch's SGD
 // writes through data(), which no version counter sees.
-TEST(EdgeCases, StepWhileUnsharded) {
+TEST_P(EdgeCases, StepWhileUnsharded) {
   run_ranks(3, [](const ProcessGroupPtr&) {
     for (const std::string keeps : {"evaluation", "reshard_after_backward", "unshard"}) {
       for (const bool set_to_none : {true, false}) {
-        Pair pair;
+        Pair pair(GetParam());
         torch::optim::SGD plain_optimizer(pair.plain->parameters(), torch::optim::SGDOptions(0.1));
         torch::optim::SGD optimizer(pair.sharded->parameters(), torch::optim::SGDOptions(0.1));
         if (keeps != "evaluation") pair.sharded->set_reshard_after_backward(false);
@@ -67,9 +71,9 @@ TEST(EdgeCases, StepWhileUnsharded) {
 }
 
 // Promise: a gather that was started before weights were loaded is not used after.
-TEST(EdgeCases, LoadWhileAGatherIsPending) {
+TEST_P(EdgeCases, LoadWhileAGatherIsPending) {
   run_ranks(2, [](const ProcessGroupPtr&) {
-    Pair pair;
+    Pair pair(GetParam());
     (void)pair.sharded->unshard_async();
     const c10::NoGradGuard no_grad;
     for (at::Tensor& param : pair.sharded->parameters()) param.mul_(2);
@@ -80,9 +84,9 @@ TEST(EdgeCases, LoadWhileAGatherIsPending) {
 
 // Promise: freezing and unfreezing a sharded parameter counts from the next forward on, also while
 // the unsharded ones are kept.
-TEST(EdgeCases, FreezeWhileUnsharded) {
+TEST_P(EdgeCases, FreezeWhileUnsharded) {
   run_ranks(2, [](const ProcessGroupPtr&) {
-    Pair pair;
+    Pair pair(GetParam());
     at::Tensor bias = pair.sharded->named_parameters()["in_proj.bias"];
     bias.set_requires_grad(false);
     pair.expect_equal_outputs("evaluation keeps the root unsharded");
@@ -99,7 +103,7 @@ TEST(EdgeCases, FreezeWhileUnsharded) {
 }
 
 // Promise: parameters with no elements do no harm, whichever dimension is 0.
-TEST(EdgeCases, ParametersWithoutElements) {
+TEST_P(EdgeCases, ParametersWithoutElements) {
   struct NetImpl : torch::nn::Module {
     NetImpl() {
       linear = register_module("linear", torch::nn::Linear(4, 4));
@@ -116,7 +120,7 @@ TEST(EdgeCases, ParametersWithoutElements) {
   for (const int world_size : {1, 3}) {
     run_ranks(world_size, [](const ProcessGroupPtr&) {
       Net model;
-      fully_shard(*model);
+      fully_shard(*model, {.layout = GetParam()});
       for (int step = 0; step < 2; ++step) model(at::ones({2, 4})).sum().backward();
       EXPECT_EQ(full_tensor(model->no_rows).sizes(), at::IntArrayRef({0, 3}));
       EXPECT_TRUE(model->named_parameters()["no_columns"].grad().defined());
@@ -126,7 +130,7 @@ TEST(EdgeCases, ParametersWithoutElements) {
 
 // Promise: containers that hand out their dictionary's entries are refused: forward would read this
 // rank's part.
-TEST(EdgeCases, ParameterContainersAreRefused) {
+TEST_P(EdgeCases, ParameterContainersAreRefused) {
   struct WithListImpl : torch::nn::Module {
     WithListImpl() {
       list = register_module("list", torch::nn::ParameterList(at::ones({2}), at::ones({2})));
@@ -147,8 +151,10 @@ TEST(EdgeCases, ParameterContainersAreRefused) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     WithList with_list;
     WithDict with_dict;
-    expect_message<ConfigError>([&] { fully_shard(*with_list); }, "'list' is a ParameterList");
-    expect_message<ConfigError>([&] { fully_shard(*with_dict); }, "'dict' is a ParameterList or");
+    expect_message<ConfigError>([&] { fully_shard(*with_list, {.layout = GetParam()}); },
+                                "'list' is a ParameterList");
+    expect_message<ConfigError>([&] { fully_shard(*with_dict, {.layout = GetParam()}); },
+                                "'dict' is a ParameterList or");
   });
 }
 
@@ -158,7 +164,7 @@ struct Opaque {
 
 // Promise: a result of a type that hooks cannot look into still gives this step's gradients in this
 // step.
-TEST(EdgeCases, ResultOfAnUnknownType) {
+TEST_P(EdgeCases, ResultOfAnUnknownType) {
   struct NetImpl : torch::nn::Module {
     NetImpl() { linear = register_module("linear", torch::nn::Linear(4, 4)); }
     Opaque forward(const at::Tensor& x) { return {linear(x)}; }
@@ -167,7 +173,7 @@ TEST(EdgeCases, ResultOfAnUnknownType) {
   FSDP_MODULE(Net);
   run_ranks(2, [](const ProcessGroupPtr&) {
     Net model;
-    fully_shard(*model);
+    fully_shard(*model, {.layout = GetParam()});
     for (int step = 1; step <= 3; ++step) {
       const at::Tensor x = at::full({1, 4}, 1.0 * step).set_requires_grad(true);
       model(x).value.sum().backward();
@@ -179,7 +185,7 @@ TEST(EdgeCases, ResultOfAnUnknownType) {
 }
 
 // Promise: a module may call itself.
-TEST(EdgeCases, Recursion) {
+TEST_P(EdgeCases, Recursion) {
   struct NetImpl : torch::nn::Module {
     NetImpl() { linear = register_module("linear", torch::nn::Linear(4, 4)); }
     at::Tensor forward(const at::Tensor& x, int64_t depth) {
@@ -195,7 +201,8 @@ TEST(EdgeCases, Recursion) {
     std::vector<at::Tensor> outputs;
     for (Net* model : {&plain, &sharded}) {
       testing::init_parameters(**model);
-      if (model == &sharded) fully_shard(**model, {.reshard_after_forward = true});
+      if (model == &sharded)
+        fully_shard(**model, {.reshard_after_forward = true, .layout = GetParam()});
       std::function<at::Tensor(const at::Tensor&, int64_t)> again =
           [model](const at::Tensor& x, int64_t depth) { return (*model)(x, depth); };
       (*model)->again = &again;
@@ -210,9 +217,9 @@ TEST(EdgeCases, Recursion) {
 
 // Promise: to(dtype) leaves sharded parameters what they are: full_tensor and clipping still see
 // all ranks, before any forward. fp64 clips too.
-TEST(EdgeCases, ConversionKeepsTheLabels) {
+TEST_P(EdgeCases, ConversionKeepsTheLabels) {
   run_ranks(2, [](const ProcessGroupPtr&) {
-    Pair pair;
+    Pair pair(GetParam());
     pair.backward();
     for (at::Tensor& param : pair.sharded->parameters()) param.mutable_grad().reset();
     pair.sharded->to(at::kDouble);
@@ -229,9 +236,9 @@ TEST(EdgeCases, ConversionKeepsTheLabels) {
 
 // Promise: a gradient that autograd made itself, of a loss over the sharded parameters, and one
 // that was reduced add up, and the sum knows that it is sharded.
-TEST(EdgeCases, LossOverShardedParameters) {
+TEST_P(EdgeCases, LossOverShardedParameters) {
   run_ranks(2, [](const ProcessGroupPtr&) {
-    Pair pair;
+    Pair pair(GetParam());
     at::Tensor penalty = at::zeros({});
     for (const at::Tensor& param : pair.sharded->parameters())
       penalty = penalty + param.pow(2).sum();
@@ -250,7 +257,7 @@ TEST(EdgeCases, LossOverShardedParameters) {
 }
 
 // Promise: HSDP microbatches that use different parameters add up, each to its own.
-TEST(EdgeCases, PartialReductionsOfDifferentParameters) {
+TEST_P(EdgeCases, PartialReductionsOfDifferentParameters) {
   struct NetImpl : torch::nn::Module {
     NetImpl() {
       a = register_module("a", torch::nn::Linear(4, 6));
@@ -265,7 +272,8 @@ TEST(EdgeCases, PartialReductionsOfDifferentParameters) {
     testing::init_parameters(*plain);
     testing::init_parameters(*sharded);
     fully_shard(*sharded,
-                {.mesh = init_device_mesh(c10::DeviceType::CPU, {2, 2}, {"replicate", "shard"})});
+                {.mesh = init_device_mesh(c10::DeviceType::CPU, {2, 2}, {"replicate", "shard"}),
+                 .layout = GetParam()});
     for (int64_t which = 0; which < 2; ++which) {
       sharded->set_requires_all_reduce(which == 1);
       sharded->set_is_last_backward(which == 1);
@@ -283,7 +291,7 @@ TEST(EdgeCases, PartialReductionsOfDifferentParameters) {
 }
 
 // Promise: a module that returns its parameter, or passes a leaf through, leaves no hook on it.
-TEST(EdgeCases, NoHooksOnLeaves) {
+TEST_P(EdgeCases, NoHooksOnLeaves) {
   struct ReturnsImpl : torch::nn::Module {
     ReturnsImpl() { weight = register_parameter("weight", at::ones({3})); }
     std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& x) { return {x * weight, weight}; }
@@ -294,7 +302,8 @@ TEST(EdgeCases, NoHooksOnLeaves) {
     std::weak_ptr<ForwardHooks> state;
     {
       Returns model;
-      state = std::weak_ptr<ForwardHooks>(fully_shard(*model).forward_hooks());
+      state =
+          std::weak_ptr<ForwardHooks>(fully_shard(*model, {.layout = GetParam()}).forward_hooks());
       for (int step = 0; step < 3; ++step) model(at::ones({3})).first.sum().backward();
     }
     EXPECT_TRUE(state.expired()) << "something still owns the state of a module that is gone";

@@ -3,12 +3,14 @@
 #include <sstream>
 
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <torch/serialize.h>
 
 #include "fsdp/sharded_tensor.h"
+#include "support/layouts.h"
 #include "support/messages.h"
 #include "support/models.h"
 
@@ -30,24 +32,35 @@ struct TwoLinearsImpl : torch::nn::Module {
 };
 FSDP_MODULE(TwoLinears);
 
-// Promise: parameters() gives this rank's rows; the members' tensors come back whole, bit for bit,
-// with unshard(), and go with reshard(); for worlds larger than the rows too.
-TEST(FullyShard, ShardsAndUnshards) {
+class FullyShard : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(FullyShard);
+
+// Promise: parameters() gives this rank's rows, which of all ranks together are the whole tensor;
+// the members' tensors come back whole, bit for bit, with unshard(), and go with reshard(); for
+// worlds larger than the rows too.
+TEST_P(FullyShard, ShardsAndUnshards) {
   for (const int world_size : {1, 2, 3, 8}) {
-    run_ranks(world_size, [](const ProcessGroupPtr& group) {
+    MLP reference(5);
+    testing::init_parameters(*reference);
+    const auto whole = reference->named_parameters();
+    std::vector<std::vector<at::Tensor>> parts(whole.size(), std::vector<at::Tensor>(world_size));
+    run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+      const int rank = group->getRank();
       MLP model(5);
-      MLP reference(5);
-      testing::init_parameters(*reference);
       testing::copy_parameters(*reference, *model);
-      FSDPModule& fsdp_module = fully_shard(*model);
-      const auto whole = reference->named_parameters();
+      FSDPModule& fsdp_module = fully_shard(*model, {.layout = GetParam()});
+      size_t index = 0;
       for (const auto& entry : model->named_parameters()) {
-        const at::Tensor chunk_source = whole[entry.key()];
-        const auto chunks = chunk_source.chunk(group->getSize());
-        const auto rank = static_cast<size_t>(group->getRank());
-        EXPECT_TRUE(rank < chunks.size() ? entry.value().equal(chunks[rank])
-                                         : entry.value().numel() == 0);
-        EXPECT_TRUE(full_tensor(entry.value()).equal(chunk_source));
+        const at::Tensor source = whole[entry.key()];
+        parts[index++][rank] = entry.value().detach().clone();
+        EXPECT_TRUE(entry.value().equal(distribute_tensor(source, entry.value())));
+        if (GetParam() ==
+            Layout::kPerParameter) {  // each parameter is cut on its own, as FSDP2 does
+          const std::vector<at::Tensor> chunks = source.chunk(world_size);
+          EXPECT_TRUE(rank < static_cast<int>(chunks.size()) ? entry.value().equal(chunks[rank])
+                                                             : entry.value().numel() == 0);
+        }
+        EXPECT_TRUE(full_tensor(entry.value()).equal(source));
         EXPECT_TRUE(entry.value().requires_grad() && entry.value().is_leaf());
       }
       for (int time = 0; time < 2; ++time) {
@@ -64,16 +77,19 @@ TEST(FullyShard, ShardsAndUnshards) {
       handle.wait();  // twice is fine
       EXPECT_TRUE(model->out_proj->bias.equal(reference->out_proj->bias));
     });
+    for (size_t i = 0; i < parts.size(); ++i) {
+      EXPECT_TRUE(at::cat(parts[i]).equal(whole[i].value())) << whole[i].key();
+    }
   }
 }
 
 // Promise: a module all of whose parameters are its children's has nothing to gather, and says so.
-TEST(FullyShard, UnshardOfAModuleWithoutParameters) {
+TEST_P(FullyShard, UnshardOfAModuleWithoutParameters) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     TwoLinears model;
-    fully_shard(*model->first);
-    fully_shard(*model->second);
-    FSDPModule& root = fully_shard(*model);
+    fully_shard(*model->first, {.layout = GetParam()});
+    fully_shard(*model->second, {.layout = GetParam()});
+    FSDPModule& root = fully_shard(*model, {.layout = GetParam()});
     root.unshard_async().wait();
     root.unshard();
     root.reshard();
@@ -85,13 +101,19 @@ TEST(FullyShard, UnshardOfAModuleWithoutParameters) {
 
 // Promise: an unsharded weight that is used while sharded throws our text: it names the parameter
 // and says what to do. So does a call that goes round the hooks, through the plain class.
-TEST(FullyShard, UseWhileShardedThrows) {
+TEST_P(FullyShard, UseWhileShardedThrows) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     TwoLinears model;
-    fully_shard(*model);
+    fully_shard(*model, {.layout = GetParam()});
     model(at::zeros({1, 4}));  // names are known from the root's first forward on
     model->reshard();
-    const std::string named = "parameter 'first.weight' of shape [4, 4] is sharded";
+    // Flat, all parameters share one storage, which cannot tell which of them was used.
+    const std::string named =
+        GetParam() == Layout::kPerParameter
+            ? "parameter 'first.weight' of shape [4, 4] is sharded"
+            : "a parameter of a group that is sharded together ('first.weight' of shape [4, 4], "
+              "'first.bias' of shape [4], 'second.weight' of shape [4, 4], 'second.bias' of shape "
+              "[4]) is sharded";
     expect_message<c10::Error>([&] { model->first->weight.sum().item<float>(); }, named);
     expect_message<c10::Error>([&] { at::matmul(at::zeros({1, 4}), model->first->weight); }, named);
     expect_message<c10::Error>([&] { model->first->weight.clone(); }, "call unshard()");
@@ -103,27 +125,28 @@ TEST(FullyShard, UseWhileShardedThrows) {
 }
 
 // Promise: what cannot be done is refused before anything changes.
-TEST(FullyShard, RefusesBadInput) {
+TEST_P(FullyShard, RefusesBadInput) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     torch::nn::Linear plain(4, 4);
-    expect_message<ConfigError>([&] { fully_shard(*plain); }, "runs no hooks around forward");
+    expect_message<ConfigError>([&] { fully_shard(*plain, {.layout = GetParam()}); },
+                                "runs no hooks around forward");
     torch::nn::ModuleList list(MLP(4));
-    expect_message<ConfigError>([&] { fully_shard(*list); }, "ModuleList");
+    expect_message<ConfigError>([&] { fully_shard(*list, {.layout = GetParam()}); }, "ModuleList");
 
     TwoLinears model;
-    FullyShardOptions options;
+    FullyShardOptions options{.layout = GetParam()};
     options.reshard_after_forward = int64_t{3};
     expect_message<ConfigError>([&] { fully_shard(*model, options); },
                                 "3 must be a factor of the shard mesh size 2");
     options.reshard_after_forward = int64_t{0};
     expect_message<ConfigError>([&] { fully_shard(*model, options); }, "must be a factor");
-    options = {};
+    options = {.layout = GetParam()};
     options.shard_placement_fn = [](const std::string&, const at::Tensor&) {
       return Shard{.dim = 1};
     };
     expect_message<ConfigError>([&] { fully_shard(*model, options); },
                                 "cannot shard 'first.bias' of shape [4] on dim 1");
-    options = {};
+    options = {.layout = GetParam()};
     options.mesh =
         std::make_shared<const DeviceMesh>(c10::DeviceType::CPU, std::vector<int64_t>{1, 2, 1},
                                            std::vector<std::string>{"a", "b", "c"}, group);
@@ -131,17 +154,19 @@ TEST(FullyShard, RefusesBadInput) {
                                 "expects a 1-D mesh (shard) or a 2-D mesh");
 
     model->first->weight.set_data(at::zeros({4, 8}).narrow(1, 0, 4));
-    expect_message<ConfigError>([&] { fully_shard(*model); },
+    expect_message<ConfigError>([&] { fully_shard(*model, {.layout = GetParam()}); },
                                 "'first.weight' of shape [4, 4] with strides [8, 1] is not contig");
     model->first->weight.set_data(at::zeros({}));
-    expect_message<ConfigError>([&] { fully_shard(*model); }, "a scalar has no rows");
+    expect_message<ConfigError>([&] { fully_shard(*model, {.layout = GetParam()}); },
+                                "a scalar has no rows");
     EXPECT_FALSE(model->is_fully_sharded());
     for (const at::Tensor& param : model->parameters()) EXPECT_EQ(spec_of(param), nullptr);
 
     model->first->weight.set_data(at::zeros({4, 4}));
-    fully_shard(*model);
-    expect_message<ConfigError>([&] { fully_shard(*model); }, "sharded only once");
-    expect_message<ConfigError>([&] { fully_shard(*model->first); },
+    fully_shard(*model, {.layout = GetParam()});
+    expect_message<ConfigError>([&] { fully_shard(*model, {.layout = GetParam()}); },
+                                "sharded only once");
+    expect_message<ConfigError>([&] { fully_shard(*model->first, {.layout = GetParam()}); },
                                 "children first, their parent after them");
     MLP unsharded(4);
     expect_message<StateError>([&] { unsharded->unshard(); }, "was never sharded");
@@ -157,11 +182,11 @@ TEST(FullyShard, RefusesBadInput) {
 }
 
 // Promise: a part that ran as a root of its own cannot become part of another root unnoticed.
-TEST(FullyShard, PartRunBeforeTheRoot) {
+TEST_P(FullyShard, PartRunBeforeTheRoot) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     TwoLinears model;
-    fully_shard(*model->first);
-    fully_shard(*model);
+    fully_shard(*model->first, {.layout = GetParam()});
+    fully_shard(*model, {.layout = GetParam()});
     model->first(at::zeros({1, 4}));
     expect_message<StateError>(
         [&] {
@@ -172,11 +197,11 @@ TEST(FullyShard, PartRunBeforeTheRoot) {
 }
 
 // Promise: ignored parameters stay whole, are not reduced, and train as plain ones.
-TEST(FullyShard, IgnoredParameters) {
+TEST_P(FullyShard, IgnoredParameters) {
   run_ranks(2, [](const ProcessGroupPtr& group) {
     TwoLinears model;
     const at::Tensor ignored = model->second->bias;
-    fully_shard(*model, {.ignored_params = {ignored}});
+    fully_shard(*model, {.ignored_params = {ignored}, .layout = GetParam()});
     EXPECT_TRUE(model->named_parameters()["second.bias"].is_same(ignored));
     const at::Tensor x = at::randn({2, 4}) + group->getRank();
     model(x).sum().backward();
@@ -187,7 +212,7 @@ TEST(FullyShard, IgnoredParameters) {
 
 // Promise: a shared parameter is one sharded parameter under both names; tie() makes it so where
 // assigning the member would not. Sharing across two calls is refused.
-TEST(FullyShard, SharedParameters) {
+TEST_P(FullyShard, SharedParameters) {
   run_ranks(3, [](const ProcessGroupPtr&) {
     TwoLinears model;
     fsdp::tie(*model->first, model->first->weight, *model->second, model->second->weight);
@@ -196,7 +221,7 @@ TEST(FullyShard, SharedParameters) {
     fsdp::tie(*reference->first, reference->first->weight, *reference->second,
               reference->second->weight);
     testing::copy_parameters(*model, *reference);
-    fully_shard(*model);
+    fully_shard(*model, {.layout = GetParam()});
     const auto params = model->named_parameters();
     EXPECT_TRUE(params["first.weight"].is_same(params["second.weight"]));
     const at::Tensor x = at::ones({2, 4});
@@ -207,10 +232,11 @@ TEST(FullyShard, SharedParameters) {
 
     TwoLinears other;
     fsdp::tie(*other->first, other->first->weight, *other->second, other->second->weight);
-    fully_shard(*other->first);
-    expect_message<ConfigError>([&] { fully_shard(*other->second); },
+    fully_shard(*other->first, {.layout = GetParam()});
+    expect_message<ConfigError>([&] { fully_shard(*other->second, {.layout = GetParam()}); },
                                 "'weight' is shared with a module that was sharded on its own");
-    expect_message<ConfigError>([&] { fully_shard(*other); }, "'second.weight' is shared");
+    expect_message<ConfigError>([&] { fully_shard(*other, {.layout = GetParam()}); },
+                                "'second.weight' is shared");
     MLP mlp(4);
     expect_message<ConfigError>(
         [&] {
@@ -224,7 +250,7 @@ TEST(FullyShard, SharedParameters) {
 }
 
 // Promise: frozen parameters are gathered, get no gradient, and do not disturb those of the others.
-TEST(FullyShard, FrozenParameters) {
+TEST_P(FullyShard, FrozenParameters) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     TwoLinears model;
     TwoLinears reference;
@@ -234,8 +260,8 @@ TEST(FullyShard, FrozenParameters) {
       (*m)->first->weight.set_requires_grad(false);
       (*m)->second->bias.set_requires_grad(false);
     }
-    fully_shard(*model->first);
-    fully_shard(*model);
+    fully_shard(*model->first, {.layout = GetParam()});
+    fully_shard(*model, {.layout = GetParam()});
     const at::Tensor x = at::ones({2, 4});
     model(x).sum().backward();
     reference(x).sum().backward();
@@ -253,17 +279,19 @@ TEST(FullyShard, FrozenParameters) {
 }
 
 // Promise: weights loaded or converted after sharding are the ones that the next forward uses.
-TEST(FullyShard, LoadAndConvertAfterSharding) {
+TEST_P(FullyShard, LoadAndConvertAfterSharding) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     TwoLinears source;
     TwoLinears model;
     testing::init_parameters(*source, /*seed=*/1);
-    fully_shard(*source);
-    fully_shard(*model);
+    fully_shard(*source, {.layout = GetParam()});
+    fully_shard(*model, {.layout = GetParam()});
     const at::Tensor x = at::randn({2, 4});
     const at::Tensor expected = source(x);
+    torch::serialize::OutputArchive archive;
+    source->TwoLinearsImpl::save(archive);  // this rank's parts, which torch::save refuses to write
     std::stringstream stream;
-    torch::save(source, stream);
+    archive.save_to(stream);
     torch::load(model, stream);  // set_data: leaves the flat shard
     EXPECT_TRUE(model(x).equal(expected));
     model->to(at::kDouble);
@@ -271,7 +299,7 @@ TEST(FullyShard, LoadAndConvertAfterSharding) {
     EXPECT_EQ(model->parameters()[0].scalar_type(), at::kDouble);
 
     at::Tensor param = model->parameters()[0];
-    param.set_data(at::zeros({4, 4}, at::kDouble));  // a whole tensor, not this rank's part
+    param.set_data(at::zeros({5, 4}, at::kDouble));  // not this rank's part
     expect_message<StateError>([&] { model(x.to(at::kDouble)); },
                                "A whole tensor must be cut first");
   });
@@ -279,13 +307,13 @@ TEST(FullyShard, LoadAndConvertAfterSharding) {
 
 // Promise: parameters kept unsharded after a forward (the root's) are gathered anew for the next
 // forward if the sharded ones were changed in between, by an optimizer or by hand.
-TEST(FullyShard, ChangeWhileUnsharded) {
+TEST_P(FullyShard, ChangeWhileUnsharded) {
   run_ranks(3, [](const ProcessGroupPtr&) {
     TwoLinears model;
     TwoLinears reference;
     testing::init_parameters(*model);
     testing::init_parameters(*reference);
-    fully_shard(*model, {.reshard_after_forward = false});
+    fully_shard(*model, {.reshard_after_forward = false, .layout = GetParam()});
     const at::Tensor x = at::ones({2, 4});
     const c10::NoGradGuard no_grad;
     EXPECT_TRUE(model(x).equal(reference(x)));

@@ -12,6 +12,7 @@
 #include "fsdp/fully_shard.h"
 #include "fsdp/optim.h"
 #include "fsdp/sharded_tensor.h"
+#include "support/layouts.h"
 #include "support/training.h"
 
 // Against the original: tests/golden/golden.json holds what PyTorch's FSDP2 gave on two Gloo ranks.
@@ -65,7 +66,7 @@ double checksum_of(const at::Tensor& tensor) {
 }
 
 // What one case gives here: losses, and per step and name the gradient's norm and checksum.
-json train(const json& golden, const ProcessGroupPtr& group) {
+json train(const json& golden, const ProcessGroupPtr& group, Layout layout) {
   Transformer model(testing::TransformerOptions{.num_layers = 2,
                                                 .vocab_size = kVocab,
                                                 .max_seq_len = kSeqLen,
@@ -74,7 +75,8 @@ json train(const json& golden, const ProcessGroupPtr& group) {
                                                 .ffn_dim = 17,
                                                 .weight_tying = golden["tied"]});
   init_parameters(model);
-  FullyShardOptions options{.reshard_after_forward = golden["reshard"].get<bool>()};
+  FullyShardOptions options{.reshard_after_forward = golden["reshard"].get<bool>(),
+                            .layout = layout};
   if (golden["dtype"] == "bf16") {
     options.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
   }
@@ -128,14 +130,17 @@ json read_golden() {
   return json::parse(file);
 }
 
+class Golden : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(Golden);
+
 // Promise: PyTorch FSDP2's numbers: ten losses and every gradient of the first and the last step,
 // to 1e-5 in fp32. In bf16 within what the original itself differs from its own fp32 run.
-TEST(Golden, EqualsPyTorchFSDP2) {
+TEST_P(Golden, EqualsPyTorchFSDP2) {
   const json golden = read_golden();
   ASSERT_EQ(golden["cases"].size(), 8u);
   run_ranks(2, [&](const ProcessGroupPtr& group) {
     for (const json& expected : golden["cases"]) {
-      const json ours = train(expected, group);
+      const json ours = train(expected, group, GetParam());
       double tolerance = 1e-5;
       if (expected["dtype"] == "bf16") {
         for (const json& other : golden["cases"]) {

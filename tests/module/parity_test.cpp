@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/fully_shard.h"
+#include "support/layouts.h"
 #include "support/training.h"
 
 // Sharded training against the same training in one process.
@@ -66,8 +67,8 @@ void expect_parity(const TrainingLog& ours, const TrainingLog& reference) {
   }
 }
 
-using ParityCase =
-    std::tuple<int, int64_t, OptimizerKind, int>;  // world, layers, optimizer, reshard
+// World, layers, optimizer, reshard, layout.
+using ParityCase = std::tuple<int, int64_t, OptimizerKind, int, Layout>;
 
 const ReshardAfterForward kReshards[] = {{}, true, false};
 
@@ -76,39 +77,77 @@ class ParityTest : public ::testing::TestWithParam<ParityCase> {};
 // Promise: sharding changes no number beyond the rounding of the reduction order: losses and every
 // element of every gradient of the first and the tenth step; with one rank, not one bit.
 TEST_P(ParityTest, EqualsOneProcess) {
-  const auto& [world_size, num_layers, optimizer, reshard] = GetParam();
+  const auto& [world_size, num_layers, optimizer, reshard, layout] = GetParam();
   const TrainingOptions options = uneven_options(num_layers, optimizer);
   const TrainingLog reference = testing::train(options, nullptr, [](Transformer&) {});
   ASSERT_LE(reference.losses.back(), 0.8 * reference.losses.front()) << "nothing was learned";
 
-  run_ranks(
-      world_size, [&, reshard = reshard, world_size = world_size](const ProcessGroupPtr& group) {
-        const TrainingLog log = testing::train(options, group, [&](Transformer& model) {
-          shard_blocks_and_root(model, {.reshard_after_forward = kReshards[reshard]});
-        });
-        expect_parity(log, reference);
-        if (world_size > 1) return;
-        EXPECT_EQ(log.losses, reference.losses);
-        for (size_t i = 0; i < reference.whole_params.size(); ++i) {
-          EXPECT_TRUE(log.whole_params[i].equal(reference.whole_params[i])) << reference.names[i];
-        }
-      });
+  run_ranks(world_size, [&, reshard = reshard, world_size = world_size,
+                         layout = layout](const ProcessGroupPtr& group) {
+    const TrainingLog log = testing::train(options, group, [&](Transformer& model) {
+      shard_blocks_and_root(model, {.reshard_after_forward = kReshards[reshard], .layout = layout});
+    });
+    expect_parity(log, reference);
+    if (world_size > 1) return;
+    EXPECT_EQ(log.losses, reference.losses);
+    for (size_t i = 0; i < reference.whole_params.size(); ++i) {
+      EXPECT_TRUE(log.whole_params[i].equal(reference.whole_params[i])) << reference.names[i];
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Worlds, ParityTest,
     ::testing::Combine(::testing::Values(1, 2, 3, 4, 8), ::testing::Values(2, 4),
                        ::testing::Values(OptimizerKind::kSgdMomentum, OptimizerKind::kAdamW),
-                       ::testing::Values(0, 1, 2)));
+                       ::testing::Values(0, 1, 2), testing::layouts()));
+
+class Parity : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(Parity);
+
+using LayoutParityCase = std::tuple<int, int64_t, OptimizerKind>;  // world, layers, optimizer
+
+class LayoutParityTest : public ::testing::TestWithParam<LayoutParityCase> {};
+
+// Promise: the layout changes not one bit of losses, gradients and parameters: it moves elements to
+// other ranks and buffers, and each is still added up over ranks in the same order.
+TEST_P(LayoutParityTest, FlatEqualsPerParameter) {
+  const auto& [world_size, num_layers, optimizer] = GetParam();
+  const TrainingOptions options = uneven_options(num_layers, optimizer);
+  run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+    const auto train = [&](Layout layout) {
+      return testing::train(options, group, [&](Transformer& model) {
+        shard_blocks_and_root(model, {.layout = layout});
+      });
+    };
+    const TrainingLog flat = train(Layout::kFlat);
+    const TrainingLog per_parameter = train(Layout::kPerParameter);
+    ASSERT_EQ(flat.names, per_parameter.names);
+    EXPECT_EQ(flat.losses, per_parameter.losses);
+    for (size_t i = 0; i < flat.names.size(); ++i) {
+      for (size_t step = 0; step < flat.whole_grads.size(); ++step) {
+        EXPECT_TRUE(flat.whole_grads[step][i].equal(per_parameter.whole_grads[step][i]))
+            << "gradient of " << flat.names[i]
+            << (step == 0 ? " in the first step" : " in the last");
+      }
+      EXPECT_TRUE(flat.whole_params[i].equal(per_parameter.whole_params[i])) << flat.names[i];
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Worlds, LayoutParityTest,
+    ::testing::Combine(::testing::Values(1, 2, 3, 4, 8), ::testing::Values(2, 4),
+                       ::testing::Values(OptimizerKind::kSgdMomentum, OptimizerKind::kAdamW)));
 
 // Promise: the check above sees a wrong divisor. (Dividing by N + 1 instead of N is 1 part in 3.)
-TEST(Parity, SeesAWrongDivisor) {
+TEST_P(Parity, SeesAWrongDivisor) {
   TrainingOptions options = uneven_options(2, OptimizerKind::kSgdMomentum);
   options.num_steps = 1;
   const TrainingLog reference = testing::train(options, nullptr, [](Transformer&) {});
   run_ranks(2, [&](const ProcessGroupPtr& group) {
     const TrainingLog log = testing::train(options, group, [&](Transformer& model) {
-      shard_blocks_and_root(model, {});
+      shard_blocks_and_root(model, {.layout = GetParam()});
       for (auto& block : model->blocks) block->set_gradient_divide_factor(3);
     });
     EXPECT_GT(
@@ -118,14 +157,15 @@ TEST(Parity, SeesAWrongDivisor) {
 }
 
 // Promise: an integer reshard_after_forward gathers over fewer ranks in backward, same numbers.
-TEST(Parity, ReshardAfterForwardToFewerRanks) {
+TEST_P(Parity, ReshardAfterForwardToFewerRanks) {
   const TrainingOptions options = uneven_options(2, OptimizerKind::kAdamW);
   const TrainingLog reference = testing::train(options, nullptr, [](Transformer&) {});
   for (const int64_t k : {1, 2, 4, 8}) {
     run_ranks(8, [&](const ProcessGroupPtr& group) {
       expect_parity(testing::train(options, group,
                                    [&](Transformer& model) {
-                                     shard_blocks_and_root(model, {.reshard_after_forward = k});
+                                     shard_blocks_and_root(
+                                         model, {.reshard_after_forward = k, .layout = GetParam()});
                                    }),
                     reference);
     });
@@ -133,23 +173,25 @@ TEST(Parity, ReshardAfterForwardToFewerRanks) {
 }
 
 // Promise: HSDP on every split of 8 ranks gives the same numbers.
-TEST(Parity, HybridShard) {
+TEST_P(Parity, HybridShard) {
   const TrainingOptions options = uneven_options(2, OptimizerKind::kAdamW);
   const TrainingLog reference = testing::train(options, nullptr, [](Transformer&) {});
   for (const int64_t replicas : {1, 2, 4, 8}) {
     run_ranks(8, [&](const ProcessGroupPtr& group) {
       const DeviceMeshPtr mesh =
           init_device_mesh(c10::DeviceType::CPU, {replicas, 8 / replicas}, {"replicate", "shard"});
-      expect_parity(
-          testing::train(options, group,
-                         [&](Transformer& model) { shard_blocks_and_root(model, {.mesh = mesh}); }),
-          reference);
+      expect_parity(testing::train(options, group,
+                                   [&](Transformer& model) {
+                                     shard_blocks_and_root(model,
+                                                           {.mesh = mesh, .layout = GetParam()});
+                                   }),
+                    reference);
     });
   }
 }
 
 // Promise: cutting along another dimension changes no number. (dim 15 over 3 and 5 ranks.)
-TEST(Parity, ShardPlacement) {
+TEST_P(Parity, ShardPlacement) {
   TrainingOptions options = uneven_options(2, OptimizerKind::kAdamW);
   options.batch_size = 30;
   const TrainingLog reference = testing::train(options, nullptr, [](Transformer&) {});
@@ -164,7 +206,8 @@ TEST(Parity, ShardPlacement) {
                                      [&](Transformer& model) {
                                        shard_blocks_and_root(
                                            model, {.reshard_after_forward = reshard,
-                                                   .shard_placement_fn = last_dim_if_even});
+                                                   .shard_placement_fn = last_dim_if_even,
+                                                   .layout = GetParam()});
                                      }),
                       reference);
       }

@@ -7,6 +7,7 @@
 
 #include "fsdp/fully_shard.h"
 #include "fsdp/process_group.h"
+#include "support/layouts.h"
 #include "support/models.h"
 #include "support/recorder.h"
 
@@ -24,10 +25,11 @@ using testing::Transformer;
 constexpr int kWorldSize = 4;
 
 Transformer sharded_transformer(int64_t num_layers, const ReshardAfterForward& blocks,
-                                const ReshardAfterForward& root) {
+                                const ReshardAfterForward& root, Layout layout) {
   Transformer model(testing::TransformerOptions{.num_layers = num_layers});
-  for (auto& block : model->blocks) fully_shard(*block, {.reshard_after_forward = blocks});
-  fully_shard(*model, {.reshard_after_forward = root});
+  for (auto& block : model->blocks)
+    fully_shard(*block, {.reshard_after_forward = blocks, .layout = layout});
+  fully_shard(*model, {.reshard_after_forward = root, .layout = layout});
   return model;
 }
 
@@ -41,14 +43,21 @@ struct ReshardCase {
   bool root_reshards;
 };
 
-class ScheduleEventsTest : public ::testing::TestWithParam<ReshardCase> {};
+const ReshardCase kReshardCases[] = {{"True_root_unset", true, {}, true, false},
+                                     {"True", true, true, true, true},
+                                     {"Two_root_unset", int64_t{2}, {}, true, false},
+                                     {"Two", int64_t{2}, int64_t{2}, true, true},
+                                     {"Unset", {}, {}, true, false},
+                                     {"False", false, false, false, false}};
+
+class ScheduleEventsTest : public ::testing::TestWithParam<std::tuple<ReshardCase, Layout>> {};
 
 // Promise: forward gathers in order, backward gathers each group while the one after it computes,
 // three iterations alike, whether gradients are set to none or to zero.
 TEST_P(ScheduleEventsTest, ForwardAndBackward) {
-  const ReshardCase& reshard = GetParam();
-  run_ranks(kWorldSize, [&](const ProcessGroupPtr&) {
-    Transformer model = sharded_transformer(3, reshard.blocks, reshard.root);
+  const auto& [reshard, layout] = GetParam();
+  run_ranks(kWorldSize, [&, reshard = reshard, layout = layout](const ProcessGroupPtr&) {
+    Transformer model = sharded_transformer(3, reshard.blocks, reshard.root, layout);
     torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
     const auto recorder = std::make_shared<Recorder>();
     set_schedule_observer(*model, recorder);
@@ -68,9 +77,9 @@ TEST_P(ScheduleEventsTest, ForwardAndBackward) {
 
 // Promise: two forwards before one backward give two visits per group, latest first.
 TEST_P(ScheduleEventsTest, TwoForwardsOneBackward) {
-  const ReshardCase& reshard = GetParam();
-  run_ranks(kWorldSize, [&](const ProcessGroupPtr&) {
-    Transformer model = sharded_transformer(3, reshard.blocks, reshard.root);
+  const auto& [reshard, layout] = GetParam();
+  run_ranks(kWorldSize, [&, reshard = reshard, layout = layout](const ProcessGroupPtr&) {
+    Transformer model = sharded_transformer(3, reshard.blocks, reshard.root, layout);
     const auto recorder = std::make_shared<Recorder>();
     set_schedule_observer(*model, recorder);
     for (int iteration = 0; iteration < 3; ++iteration) {
@@ -91,18 +100,18 @@ TEST_P(ScheduleEventsTest, TwoForwardsOneBackward) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Reshard, ScheduleEventsTest,
-                         ::testing::Values(ReshardCase{"True_root_unset", true, {}, true, false},
-                                           ReshardCase{"True", true, true, true, true},
-                                           ReshardCase{
-                                               "Two_root_unset", int64_t{2}, {}, true, false},
-                                           ReshardCase{"Two", int64_t{2}, int64_t{2}, true, true},
-                                           ReshardCase{"Unset", {}, {}, true, false},
-                                           ReshardCase{"False", false, false, false, false}),
-                         [](const auto& info) { return info.param.name; });
+                         ::testing::Combine(::testing::ValuesIn(kReshardCases), testing::layouts()),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).name +
+                                  ("_" + testing::name_of(std::get<1>(info.param)));
+                         });
+
+class ScheduleEvents : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(ScheduleEvents);
 
 // Promise: a part of the outputs that is unused in one backward is prefetched in vain, waits, and
 // is there for the next; the end of each backward visits every group.
-TEST(ScheduleEvents, UnusedInBackward) {
+TEST_P(ScheduleEvents, UnusedInBackward) {
   run_ranks(kWorldSize, [](const ProcessGroupPtr&) {
     struct NetImpl : torch::nn::Module {
       NetImpl() {
@@ -115,10 +124,10 @@ TEST(ScheduleEvents, UnusedInBackward) {
     };
     FSDP_MODULE(Net);
     Net model;
-    fully_shard(*model->first);
-    fully_shard(*model->second->lin1);
-    fully_shard(*model->second->lin2);
-    FSDPModule& root = fully_shard(*model, {.reshard_after_forward = true});
+    fully_shard(*model->first, {.layout = GetParam()});
+    fully_shard(*model->second->lin1, {.layout = GetParam()});
+    fully_shard(*model->second->lin2, {.layout = GetParam()});
+    FSDPModule& root = fully_shard(*model, {.reshard_after_forward = true, .layout = GetParam()});
     for (FSDPModule* module :
          {static_cast<FSDPModule*>(&*model->first), static_cast<FSDPModule*>(&*model->second->lin1),
           static_cast<FSDPModule*>(&*model->second->lin2)}) {
@@ -139,11 +148,11 @@ TEST(ScheduleEvents, UnusedInBackward) {
 }
 
 // Promise: explicit forward prefetch changes the order of gathers as asked, and nothing else.
-TEST(ScheduleEvents, SetModulesToForwardPrefetch) {
+TEST_P(ScheduleEvents, SetModulesToForwardPrefetch) {
   run_ranks(kWorldSize, [](const ProcessGroupPtr&) {
     for (const bool explicit_root : {false, true}) {
       Transformer model = sharded_transformer(
-          4, true, explicit_root ? ReshardAfterForward(true) : ReshardAfterForward());
+          4, true, explicit_root ? ReshardAfterForward(true) : ReshardAfterForward(), GetParam());
       auto& layers = model->blocks;
       const auto recorder = std::make_shared<Recorder>("URP");
       set_schedule_observer(*model, recorder);
@@ -172,11 +181,11 @@ TEST(ScheduleEvents, SetModulesToForwardPrefetch) {
 }
 
 // Promise: an explicit backward list takes the place of the default prefetch, for that module.
-TEST(ScheduleEvents, SetModulesToBackwardPrefetch) {
+TEST_P(ScheduleEvents, SetModulesToBackwardPrefetch) {
   run_ranks(kWorldSize, [](const ProcessGroupPtr&) {
     for (const bool explicit_root : {false, true}) {
       Transformer model = sharded_transformer(
-          4, true, explicit_root ? ReshardAfterForward(true) : ReshardAfterForward());
+          4, true, explicit_root ? ReshardAfterForward(true) : ReshardAfterForward(), GetParam());
       auto& layers = model->blocks;
       const auto recorder = std::make_shared<Recorder>("URP");
       set_schedule_observer(*model, recorder);
@@ -207,16 +216,16 @@ TEST(ScheduleEvents, SetModulesToBackwardPrefetch) {
 
 // Promise: a gather for the wrong direction is used by nobody, waited for at the end of backward
 // and dropped; numbers stay those of one process.
-TEST(ScheduleEvents, BackwardMisprefetch) {
+TEST_P(ScheduleEvents, BackwardMisprefetch) {
   run_ranks(kWorldSize, [](const ProcessGroupPtr&) {
     testing::MLP reference(16);
     testing::MLP model(16);
     testing::init_parameters(*reference);
     testing::init_parameters(*model);
     for (auto* linear : {&model->in_proj, &model->out_proj}) {
-      fully_shard(**linear, {.reshard_after_forward = true});
+      fully_shard(**linear, {.reshard_after_forward = true, .layout = GetParam()});
     }
-    fully_shard(*model);
+    fully_shard(*model, {.layout = GetParam()});
     model->in_proj->set_modules_to_backward_prefetch({&*model->out_proj});
     torch::optim::Adam reference_optimizer(reference->parameters(),
                                            torch::optim::AdamOptions(1e-2));
@@ -244,7 +253,7 @@ TEST(ScheduleEvents, BackwardMisprefetch) {
 
 // Promise: an observer is told of every call, whether it is a prefetch, and whether it did
 // anything.
-TEST(ScheduleEvents, PrefetchAndChangedAreTold) {
+TEST_P(ScheduleEvents, PrefetchAndChangedAreTold) {
   struct Flags : ScheduleObserver {
     void on_event(const ScheduleEvent& event) override {
       lines.push_back(std::string(to_string(event.kind)) + " " + event.module_path +
@@ -254,9 +263,9 @@ TEST(ScheduleEvents, PrefetchAndChangedAreTold) {
   };
   run_ranks(2, [](const ProcessGroupPtr&) {
     testing::MLP model(4);
-    fully_shard(*model->in_proj);
-    fully_shard(*model->out_proj);
-    FSDPModule& root = fully_shard(*model);
+    fully_shard(*model->in_proj, {.layout = GetParam()});
+    fully_shard(*model->out_proj, {.layout = GetParam()});
+    FSDPModule& root = fully_shard(*model, {.layout = GetParam()});
     const auto flags = std::make_shared<Flags>();
     set_schedule_observer(*model, flags);
     const at::Tensor y = model(at::ones({1, 4}).set_requires_grad(true)).sum();

@@ -1,4 +1,5 @@
-// One process of a sharded training, started by process_parity_test or by torchrun.
+// One process of a sharded training, started by process_parity_test or by torchrun:
+// train_worker Flat|PerParameter, the layout.
 //
 // Trains the small decoder for ten steps and prints "rank step loss" per step; the last line is
 // "rank error <message>" if it failed. With DEATH_RANK that rank kills itself in the fifth step.
@@ -17,15 +18,23 @@
 #include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
 #include "fsdp/optim.h"
+#include "support/layouts.h"
 #include "support/training.h"
 
 namespace {
 
-void train_sharded(const fsdp::ProcessGroupPtr& group, int death_rank) {
+fsdp::Layout layout_named(const std::string& name) {
+  for (const fsdp::Layout layout : {fsdp::Layout::kFlat, fsdp::Layout::kPerParameter}) {
+    if (fsdp::testing::name_of(layout) == name) return layout;
+  }
+  TORCH_CHECK(false, "there is no layout ", name);
+}
+
+void train_sharded(const fsdp::ProcessGroupPtr& group, fsdp::Layout layout, int death_rank) {
   const fsdp::testing::TrainingOptions options{.optimizer = fsdp::testing::OptimizerKind::kAdamW};
   fsdp::testing::Transformer model = fsdp::testing::make_model(options.model);
-  for (auto& block : model->blocks) fsdp::fully_shard(*block);
-  fsdp::fully_shard(*model);
+  for (auto& block : model->blocks) fsdp::fully_shard(*block, {.layout = layout});
+  fsdp::fully_shard(*model, {.layout = layout});
   torch::optim::AdamW optimizer(fsdp::parameters(*model), torch::optim::AdamWOptions(3e-3));
   const int64_t local_batch = options.batch_size / group->getSize();
   for (int step = 0; step < options.num_steps; ++step) {
@@ -44,13 +53,14 @@ void train_sharded(const fsdp::ProcessGroupPtr& group, int death_rank) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   at::set_num_threads(1);
   const char* death_rank = std::getenv("DEATH_RANK");
   const char* rank = std::getenv("RANK");
   try {
     const fsdp::ProcessGroupPtr group = fsdp::init_process_group();
-    train_sharded(group, death_rank != nullptr ? std::atoi(death_rank) : -1);
+    TORCH_CHECK(argc == 2, "usage: train_worker LAYOUT");
+    train_sharded(group, layout_named(argv[1]), death_rank != nullptr ? std::atoi(death_rank) : -1);
     fsdp::destroy_process_group();
   } catch (const std::exception& error) {
     std::cout << rank << " error " << fsdp::message_of(error) << std::endl;

@@ -6,6 +6,7 @@
 
 #include "fsdp/fully_shard.h"
 #include "fsdp/sharded_tensor.h"
+#include "support/layouts.h"
 #include "support/messages.h"
 #include "support/training.h"
 
@@ -27,7 +28,7 @@ TrainingOptions small_options() {
                     .weight_tying = false}};
 }
 
-Transformer sharded_model(const TrainingOptions& options, const FullyShardOptions& shard = {}) {
+Transformer sharded_model(const TrainingOptions& options, const FullyShardOptions& shard) {
   Transformer model = testing::make_model(options.model);
   for (auto& block : model->blocks) fully_shard(*block, shard);
   fully_shard(*model, shard);
@@ -53,15 +54,18 @@ void expect_close(const std::vector<at::Tensor>& ours, const std::vector<at::Ten
   }
 }
 
+class MixedPrecision : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(MixedPrecision);
+
 // Promise: with bf16 compute, forward and gradients are those of a bf16 copy of the model, and the
 // mean over ranks is taken in the reduce dtype; parameters, gradients and optimizer stay fp32.
 // One reduction per run, so the expected value is exact: sum in rank order, rounded once.
-TEST(MixedPrecision, Bf16ComputesAsABf16ModelDoes) {
+TEST_P(MixedPrecision, Bf16ComputesAsABf16ModelDoes) {
   const TrainingOptions options = small_options();
   for (const std::optional<at::ScalarType> reduce_dtype :
        {std::optional<at::ScalarType>(), std::optional<at::ScalarType>(at::kFloat)}) {
     run_ranks(2, [&](const ProcessGroupPtr& group) {
-      FullyShardOptions shard;
+      FullyShardOptions shard{.layout = GetParam()};
       shard.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = reduce_dtype};
       Transformer model = sharded_model(options, shard);
       const at::Tensor tokens = testing::batch_of_step(options, 0);
@@ -94,25 +98,29 @@ TEST(MixedPrecision, Bf16ComputesAsABf16ModelDoes) {
 }
 
 // Promise: output_dtype casts outputs, cast_forward_inputs=false leaves inputs alone.
-TEST(MixedPrecision, CastsAtTheModuleBoundary) {
+TEST_P(MixedPrecision, CastsAtTheModuleBoundary) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     fsdp::nn::Linear model(4, 4);
-    fully_shard(*model, {.mp_policy = {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat}});
+    fully_shard(*model, {.mp_policy = {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat},
+                         .layout = GetParam()});
     EXPECT_EQ(model(at::ones({2, 4})).scalar_type(), at::kFloat);
     model->unshard();
     EXPECT_EQ(model->weight.scalar_type(), at::kBFloat16);
 
     fsdp::nn::Linear strict(4, 4);
-    fully_shard(*strict,
-                {.mp_policy = {.param_dtype = at::kBFloat16, .cast_forward_inputs = false}});
+    fully_shard(*strict, {.mp_policy = {.param_dtype = at::kBFloat16, .cast_forward_inputs = false},
+                          .layout = GetParam()});
     EXPECT_THROW(strict(at::ones({2, 4})), c10::Error);
     EXPECT_EQ(strict(at::ones({2, 4}, at::kBFloat16)).scalar_type(), at::kBFloat16);
   });
 }
 
+class GradientAccumulation : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(GradientAccumulation);
+
 // Promise: accumulated over microbatches, with a reduction each time or only at the end, in every
 // combination with reshard, gradients are those of the sum over the microbatches.
-TEST(GradientAccumulation, EqualsOneProcess) {
+TEST_P(GradientAccumulation, EqualsOneProcess) {
   const TrainingOptions options = small_options();
   constexpr int kMicrobatches = 3;
   Transformer reference = testing::make_model(options.model);
@@ -129,7 +137,7 @@ TEST(GradientAccumulation, EqualsOneProcess) {
              {ReshardAfterForward(true), ReshardAfterForward(false),
               ReshardAfterForward(int64_t{2})}) {
           for (const bool hsdp : {false, true}) {
-            FullyShardOptions shard{.reshard_after_forward = reshard};
+            FullyShardOptions shard{.reshard_after_forward = reshard, .layout = GetParam()};
             if (hsdp) {
               shard.mesh = init_device_mesh(c10::DeviceType::CPU, {2, 2}, {"replicate", "shard"});
             }
@@ -156,11 +164,12 @@ TEST(GradientAccumulation, EqualsOneProcess) {
 }
 
 // Promise: with bf16 compute and fp32 reduction, microbatches without sync add up in fp32.
-TEST(GradientAccumulation, NoSyncAddsUpInTheReduceDtype) {
+TEST_P(GradientAccumulation, NoSyncAddsUpInTheReduceDtype) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     fsdp::nn::Linear model(torch::nn::LinearOptions(1, 1).bias(false));
     testing::init_parameters(*model);
-    fully_shard(*model, {.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+    fully_shard(*model, {.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat},
+                         .layout = GetParam()});
     // 256 + 1 + 1 + 1 is lost in bf16 (it has 8 bits), not in fp32.
     const float inputs[] = {256, 1, 1, 1};
     for (int i = 0; i < 4; ++i) {
@@ -171,9 +180,12 @@ TEST(GradientAccumulation, NoSyncAddsUpInTheReduceDtype) {
   });
 }
 
+class GradientDivideFactor : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(GradientDivideFactor);
+
 // Promise: a custom divide factor divides the sum over all ranks, exactly once: in fp32 and fp16
 // reduction, in FSDP and HSDP, with one rank, and where the factor is the number of shards.
-TEST(GradientDivideFactor, DividesTheSumOnce) {
+TEST_P(GradientDivideFactor, DividesTheSumOnce) {
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1}, {4}, {2, 2}, {1, 2}, {4, 1}}) {
     run_ranks(static_cast<int>(c10::multiply_integers(shape)), [&](const ProcessGroupPtr& group) {
       const DeviceMeshPtr mesh =
@@ -183,7 +195,9 @@ TEST(GradientDivideFactor, DividesTheSumOnce) {
       for (const at::ScalarType reduce_dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
         for (const double factor : {0.5, 2.0, 4.0, 8.0}) {  // exact in every dtype
           fsdp::nn::Linear model(torch::nn::LinearOptions(3, 5).bias(false));
-          fully_shard(*model, {.mesh = mesh, .mp_policy = {.reduce_dtype = reduce_dtype}});
+          fully_shard(
+              *model,
+              {.mesh = mesh, .mp_policy = {.reduce_dtype = reduce_dtype}, .layout = GetParam()});
           model->set_gradient_divide_factor(factor);
           model(at::full({1, 3}, group->getRank() + 1.0)).sum().backward();
           const double sum = group->getSize() * (group->getSize() + 1) / 2.0;
@@ -196,9 +210,12 @@ TEST(GradientDivideFactor, DividesTheSumOnce) {
   }
 }
 
+class SeveralForwards : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(SeveralForwards);
+
 // Promise: two forwards before one backward, also with retain_graph and a second backward, give the
 // gradients of one process, and the optimizer's steps in between count.
-TEST(SeveralForwards, OneBackward) {
+TEST_P(SeveralForwards, OneBackward) {
   const TrainingOptions options = small_options();
   const at::Tensor tokens_a = testing::batch_of_step(options, 0);
   const at::Tensor tokens_b = testing::batch_of_step(options, 1);
@@ -214,7 +231,8 @@ TEST(SeveralForwards, OneBackward) {
   for (const at::Tensor& param : reference->parameters()) expected.push_back(param.grad());
   run_ranks(3, [&](const ProcessGroupPtr& group) {
     for (const bool reshard : {true, false}) {
-      Transformer model = sharded_model(options, {.reshard_after_forward = reshard});
+      Transformer model =
+          sharded_model(options, {.reshard_after_forward = reshard, .layout = GetParam()});
       backward(model, 8 * group->getRank(), 8);
       expect_close(whole_grads(model), expected);
     }
@@ -250,17 +268,20 @@ struct OuterImpl : torch::nn::Module {
 };
 FSDP_MODULE(Outer);
 
+class Recovery : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(Recovery);
+
 // Promise: after a forward or a backward that threw on every rank, the next step is right, without
 // any call by the user: nothing of the broken step is left.
-TEST(Recovery, NextStepAfterAThrowIsRight) {
+TEST_P(Recovery, NextStepAfterAThrowIsRight) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     Outer model;
     Outer reference;
     testing::init_parameters(*model);
     testing::init_parameters(*reference);
-    fully_shard(*model->first);
-    fully_shard(*model->thrower);
-    fully_shard(*model);
+    fully_shard(*model->first, {.layout = GetParam()});
+    fully_shard(*model->thrower, {.layout = GetParam()});
+    fully_shard(*model, {.layout = GetParam()});
     const at::Tensor x = at::ones({2, 4});
     reference(x).sum().backward();
     for (int round = 0; round < 2; ++round) {
@@ -283,7 +304,7 @@ TEST(Recovery, NextStepAfterAThrowIsRight) {
 }
 
 // Promise: an in-place edit of a module's input is autograd's own error, not a wrong gradient.
-TEST(Recovery, InPlaceEditOfAnInput) {
+TEST_P(Recovery, InPlaceEditOfAnInput) {
   struct EditsImpl : torch::nn::Module {
     EditsImpl() { linear = register_module("linear", torch::nn::Linear(4, 4)); }
     at::Tensor forward(at::Tensor x) { return linear(x.mul_(3)); }
@@ -292,23 +313,26 @@ TEST(Recovery, InPlaceEditOfAnInput) {
   FSDP_MODULE(Edits);
   run_ranks(2, [](const ProcessGroupPtr&) {
     Edits model;
-    fully_shard(*model);
+    fully_shard(*model, {.layout = GetParam()});
     const at::Tensor x = at::ones({2, 4}).set_requires_grad(true);
     const at::Tensor h = x.exp();
     testing::expect_message<c10::Error>([&] { model(h); }, "is being modified inplace");
   });
 }
 
+class Lifetime : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(Lifetime);
+
 // Promise: the graph may outlive the module: its backward still works.
-TEST(Lifetime, BackwardAfterTheModuleIsGone) {
+TEST_P(Lifetime, BackwardAfterTheModuleIsGone) {
   run_ranks(2, [](const ProcessGroupPtr&) {
     at::Tensor x = at::ones({2, 15}).set_requires_grad(true);
     at::Tensor y;
     std::vector<at::Tensor> params;
     {
       testing::MLP model(15);
-      fully_shard(*model->in_proj);
-      fully_shard(*model);
+      fully_shard(*model->in_proj, {.layout = GetParam()});
+      fully_shard(*model, {.layout = GetParam()});
       params = model->parameters();
       y = model(x).sum();
     }
@@ -318,14 +342,17 @@ TEST(Lifetime, BackwardAfterTheModuleIsGone) {
   });
 }
 
+class Evaluation : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(Evaluation);
+
 // Promise: evaluation without gradients gathers and frees as training does, and leaves no trace.
-TEST(Evaluation, NoGradForwards) {
+TEST_P(Evaluation, NoGradForwards) {
   const TrainingOptions options = small_options();
   Transformer reference = testing::make_model(options.model);
   const at::Tensor tokens = testing::batch_of_step(options, 0);
   const float expected = testing::loss_of(reference, tokens).item<float>();
   run_ranks(2, [&](const ProcessGroupPtr&) {
-    Transformer model = sharded_model(options);
+    Transformer model = sharded_model(options, {.layout = GetParam()});
     for (int i = 0; i < 3; ++i) {
       const c10::NoGradGuard no_grad;
       EXPECT_EQ(testing::loss_of(model, tokens).item<float>(), expected);

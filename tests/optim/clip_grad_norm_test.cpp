@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -7,8 +8,11 @@
 #include <torch/nn/utils/clip_grad.h>
 
 #include "fsdp/error.h"
+#include "fsdp/fully_shard.h"
+#include "fsdp/module.h"
 #include "fsdp/optim.h"
 #include "fsdp/sharded_tensor.h"
+#include "support/layouts.h"
 
 namespace fsdp {
 namespace {
@@ -27,27 +31,41 @@ std::vector<at::Tensor> whole_params() {
   return params;
 }
 
-std::vector<at::Tensor> sharded_params(const DeviceMeshPtr& mesh) {
-  std::vector<at::Tensor> params = whole_params();
-  for (size_t i = 0; i + 1 < params.size(); ++i) {
-    at::Tensor part = distribute_tensor(params[i].detach(), mesh).set_requires_grad(true);
-    part.mutable_grad() = distribute_tensor(params[i].grad(), mesh);
-    params[i] = part;
+struct HolderImpl : torch::nn::Module {
+  explicit HolderImpl(const std::vector<at::Tensor>& params) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      held.push_back(register_parameter(std::to_string(i), params[i].detach().clone()));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return x; }
+  std::vector<at::Tensor> held;
+};
+FSDP_MODULE(Holder);
+
+std::vector<at::Tensor> sharded_params(Layout layout) {
+  const std::vector<at::Tensor> whole = whole_params();
+  Holder holder(whole);
+  fully_shard(*holder, {.ignored_params = {holder->parameters().back()}, .layout = layout});
+  std::vector<at::Tensor> params = holder->parameters();
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& grad = whole[i].grad();
+    params[i].mutable_grad() = spec_of(params[i]) ? distribute_tensor(grad, params[i]) : grad;
   }
   return params;
 }
 
-class ClipGradNormTest : public ::testing::TestWithParam<std::tuple<int, double>> {};
+class ClipGradNormTest : public ::testing::TestWithParam<std::tuple<int, double, Layout>> {};
 
 // Promise: norm and clipped gradients are those of torch's function on the whole tensors, on every
 // rank, plain parameters counted once, empty shards taking part.
 TEST_P(ClipGradNormTest, EqualsTorchOnWholeTensors) {
-  const auto& [world_size, norm_type] = GetParam();
+  const auto& [world_size, norm_type, layout] = GetParam();
   for (const double max_norm : {0.5, 1e6}) {
     std::vector<at::Tensor> reference = whole_params();
     const double norm = torch::nn::utils::clip_grad_norm_(reference, max_norm, norm_type);
-    run_ranks(world_size, [&, norm_type = norm_type](const ProcessGroupPtr&) {
-      const std::vector<at::Tensor> params = sharded_params(init_device_mesh(c10::DeviceType::CPU));
+    run_ranks(world_size, [&, norm_type = norm_type, layout = layout](const ProcessGroupPtr&) {
+      const std::vector<at::Tensor> params = sharded_params(layout);
+      EXPECT_EQ(std::count_if(params.begin(), params.end(), spec_of), 4);
       const at::Tensor total = clip_grad_norm_(params, max_norm, {.norm_type = norm_type});
       EXPECT_NEAR(total.item<double>(), norm, 1e-5 * norm);
       for (size_t i = 0; i < params.size(); ++i) {
@@ -59,7 +77,8 @@ TEST_P(ClipGradNormTest, EqualsTorchOnWholeTensors) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ClipGradNormTest,
                          ::testing::Combine(::testing::Values(1, 2, 3, 8),
-                                            ::testing::Values(2.0, 1.0, 3.5, kInfinity)));
+                                            ::testing::Values(2.0, 1.0, 3.5, kInfinity),
+                                            testing::layouts()));
 
 // Promise: no gradients give 0; a norm that is not finite is an error when asked for.
 TEST(ClipGradNorm, EdgeCases) {

@@ -58,7 +58,7 @@ TEST(ShardedTensor, SpecSaysWhatThisRankHolds) {
     EXPECT_EQ(spec->sizes, (std::vector<int64_t>{6, 3}));
     EXPECT_EQ(spec->row_begin, std::min(2 * group->getRank(), 6));
     EXPECT_EQ(spec->num_rows, group->getRank() < 3 ? 2 : 0);
-    EXPECT_EQ(spec->padded_rows, 2);
+    EXPECT_EQ(spec->shard_numel, 6);
     EXPECT_EQ(spec_of(at::zeros({2})), nullptr);
     EXPECT_EQ(spec_of(at::Tensor()), nullptr);
   });

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "fsdp/policy.h"
+#include "shard/fsdp_param.h"
+#include "shard/mesh_info.h"
+
+namespace fsdp {
+
+/// Which tensors the modules of a group compute with, and what memory it holds.
+/// Source: PyTorch 2.13, torch.distributed.fsdp._fully_shard._fsdp_param.ShardedState.
+enum class ShardedState {
+  kSharded,             ///< the shards alone
+  kShardedPostForward,  ///< the shards, and 1/k of the unsharded parameters for backward
+  kUnsharded,           ///< the shards and the unsharded parameters
+};
+
+/// A parameter that is to be cut. It was checked before: contiguous, and can be cut along
+/// `shard_dim`.
+struct ParamToShard {
+  at::Tensor tensor;
+  std::string name;  ///< in the sharded module
+  int64_t shard_dim = 0;
+};
+
+/// The parameters of one group and the memory that they share, in one of the two layouts.
+///
+/// All that the layouts differ in is here, in the gather and in the reduction's copy-in.
+class ShardedParams {
+ public:
+  /// Cuts the parameters and frees them. Layout::kFlat becomes kPerParameter if one is to be cut
+  /// along another dimension than 0.
+  ///
+  /// kFlat makes one flat parameter of those that require grad and one of those that do not; one
+  /// more for each further dtype, and where a row's length makes it worth while.
+  ShardedParams(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info,
+                Layout layout, c10::Device device);
+  ShardedParams(const ShardedParams&) = delete;
+  ShardedParams& operator=(const ShardedParams&) = delete;
+
+  [[nodiscard]] Layout layout() const { return layout_; }
+  [[nodiscard]] std::vector<FSDPParam>& params() { return params_; }
+  [[nodiscard]] const std::vector<FSDPParam>& params() const { return params_; }
+  [[nodiscard]] const std::vector<std::unique_ptr<FlatParam>>& flats() const { return flats_; }
+  /// kFlat: the storage of all unsharded parameters.
+  [[nodiscard]] const at::Storage& storage() const { return storages_.front(); }
+  [[nodiscard]] c10::Device device() const { return device_; }
+
+  /// Gives the parameters their names from the root: `module_path` and their own.
+  void set_fqns(const std::string& module_path);
+  /// Takes the dtypes of the policy: unsharded parameters get their compute dtype. While sharded.
+  void init_dtypes(const MixedPrecisionPolicy& policy);
+  /// The dtype of the reduction: that of the policy, else that of the gradients.
+  [[nodiscard]] at::ScalarType reduce_dtype() const;
+
+  /// Brings sharded parameters that torch::load, to() or set_data() moved off the flat shard back
+  /// onto it, with their values. Returns whether there were any.
+  /// Errors: StateError if a shape or a device has changed, or dtypes in one flat parameter differ.
+  bool take_back_sharded_params();
+
+  /// kPerParameter: gives the storages of the unsharded parameters bytes, to be written.
+  void allocate_unsharded();
+  /// kFlat: gives the storage of the unsharded parameters the bytes of `gathered`, of the same
+  /// size.
+  void adopt_unsharded(const at::Storage& gathered);
+  /// Frees the unsharded parameters.
+  void free_unsharded();
+  /// Each rank keeps one of `world_size` parts of the unsharded parameters.
+  void keep_post_forward_shards(int64_t world_size, int64_t rank);
+  void drop_post_forward_shards();
+
+ private:
+  void cut(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info);
+  void cut_flat(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info);
+  void check_device() const;
+  void make_storages();
+  void describe_access_errors();
+
+  Layout layout_;
+  c10::Device device_;
+  std::vector<FSDPParam> params_;
+  std::vector<std::unique_ptr<FlatParam>> flats_;
+  std::vector<at::Storage> storages_;       // of the unsharded parameters: one; or one for each
+  std::vector<std::string> access_errors_;  // what a use of them says while they are freed
+  bool is_unsharded_ = false;
+  std::optional<at::ScalarType> reduce_dtype_;
+};
+
+}  // namespace fsdp
