@@ -46,8 +46,7 @@ models::LlamaForCausalLM make_model(const TrainConfig& config) {
   return llama;
 }
 
-torch::optim::AdamW make_optimizer(const TrainConfig& config,
-                                   const std::vector<at::Tensor>& params) {
+AdamW make_optimizer(const TrainConfig& config, const std::vector<at::Tensor>& params) {
   std::vector<at::Tensor> matrices, vectors;  // a shard may be empty: what counts is the whole
   for (const at::Tensor& param : params) {
     const ShardedTensorSpec* spec = spec_of(param);
@@ -55,11 +54,11 @@ torch::optim::AdamW make_optimizer(const TrainConfig& config,
     (matrix ? matrices : vectors).push_back(param);
   }
   const auto group = [&](std::vector<at::Tensor> members, double weight_decay) {
-    auto options = std::make_unique<torch::optim::AdamWOptions>(config.lr);
+    auto options = std::make_unique<AdamWOptions>(config.lr);
     options->betas({config.betas[0], config.betas[1]}).weight_decay(weight_decay);
     return torch::optim::OptimizerParamGroup(std::move(members), std::move(options));
   };
-  return torch::optim::AdamW({group(matrices, config.weight_decay), group(vectors, 0.0)});
+  return AdamW({group(matrices, config.weight_decay), group(vectors, 0.0)});
 }
 
 void set_lr(torch::optim::Optimizer& optimizer, double lr) {

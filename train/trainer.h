@@ -6,8 +6,8 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/optim/adamw.h>
 
+#include "fsdp/adamw.h"
 #include "fsdp/process_group.h"
 #include "models/llama.h"
 #include "train/config.h"
@@ -50,7 +50,7 @@ class Trainer {
   LrSchedule schedule_;
   models::LlamaForCausalLM llama_;
   std::vector<at::Tensor> params_;
-  torch::optim::AdamW optimizer_;
+  AdamW optimizer_;
 };
 
 /// Runs what `config` asks for, on ranks as threads or as one of a launcher's processes.
