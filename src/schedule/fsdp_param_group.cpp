@@ -125,6 +125,7 @@ void FSDPParamGroup::unshard(bool async_op) {
     reshard_event_ = Event();
   }
   check_sharded_params();
+  for (FSDPParam& param : params()) param.check_in_place();
   gathered_before_step_ = false;
   reduced_since_gather_ = false;
   for (FSDPParam& param : params()) {

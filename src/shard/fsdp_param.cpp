@@ -88,6 +88,22 @@ void FSDPParam::check_not_written() {
       "of parameters()) instead: copy_(distribute_tensor(whole, sharded_parameter)).");
 }
 
+void FSDPParam::check_in_place() {
+  const at::Tensor& flat = flat_->unsharded();
+  if (unsharded_param_.storage().unsafeGetStorageImpl() == flat.storage().unsafeGetStorageImpl() &&
+      unsharded_param_.storage_offset() == flat.storage_offset() + spec_->flat_start &&
+      unsharded_param_.sizes() == at::IntArrayRef(spec_->sizes) &&
+      unsharded_param_.is_contiguous()) {
+    return;
+  }
+  set_unsharded_storage();  // told once
+  FSDP_CHECK(StateError, false, "unshard: the unsharded parameter ",
+             describe(spec_->fqn, spec_->sizes),
+             " was given another shape or other data while it was sharded (as t_() and set_data() "
+             "do). Write to the sharded parameter (that of parameters()) instead: "
+             "copy_(distribute_tensor(whole, sharded_parameter)).");
+}
+
 void FSDPParam::refuse_optimizers() {
   at::Tensor& grad = unsharded_param_.mutable_grad();
   if (grad.defined() || !unsharded_param_.requires_grad()) return;

@@ -51,6 +51,8 @@ class FSDPParam {
   /// Throws StateError, once, if the unsharded parameter was written to, or given other data, since
   /// then: the write would be lost with its bytes.
   void check_not_written();
+  /// Throws StateError, once, if its shape, strides or storage were changed while it was sharded.
+  void check_in_place();
 
   /// While no backward runs, an optimizer that holds the unsharded parameter shall not find it
   /// without a gradient, and so skip it in silence: it gets one whose use throws.

@@ -114,6 +114,40 @@ TEST_P(MisuseTest, WriteToAnUnshardedWeight) {
   });
 }
 
+// Promise: a weight that was given another shape or other data while it was sharded is told by the
+// next gather, before anything computes with it, and is then what it was.
+TEST_P(MisuseTest, ReshapedWhileSharded) {
+  run_ranks(2, [](const ProcessGroupPtr&) {
+    const std::function<void(at::Tensor&)> edits[] = {
+        [](at::Tensor& weight) { weight.t_(); },
+        [](at::Tensor& weight) { weight.unsqueeze_(0); },
+        [](at::Tensor& weight) {
+          weight.as_strided_({4, 4}, {1, 4});
+        },
+        [](at::Tensor& weight) {
+          weight.set_data(at::ones({4, 4}));
+        },
+    };
+    for (const auto& edit : edits) {
+      MLP model(4, /*dim_multiplier=*/1);
+      MLP reference(4, 1);
+      testing::init_parameters(*model);
+      testing::init_parameters(*reference);
+      fully_shard(*model, {.reshard_after_forward = false, .layout = GetParam()});
+      {
+        const c10::NoGradGuard no_grad;
+        edit(model->in_proj->weight);
+      }
+      expect_message<StateError>(
+          [&] {
+            model(at::ones({2, 4}));
+          },
+          "'in_proj.weight' of shape [4, 4] was given another shape");
+      EXPECT_TRUE(model(at::ones({2, 4})).equal(reference(at::ones({2, 4}))));
+    }
+  });
+}
+
 // Promise: ranks whose models differ are told at the first forward, with what differs: the ranks
 // that come later say so, and the others are freed.
 TEST_P(MisuseTest, DifferentModelsOnRanks) {
