@@ -1,5 +1,8 @@
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 
 #include "fsdp/fsdp_module.h"
@@ -24,6 +27,16 @@ namespace fsdp {
 ///          module; then `module` is as it was.
 /// Source:  PyTorch 2.13, torch.distributed.fsdp.fully_shard.
 FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
+
+/// Shards several modules together: one group, gathered before the first of them runs and freed
+/// after the last: `fully_shard({*norm, *output})`. Else as above.
+///
+/// A module of the list that did not run in a forward of the root counts as having run when the
+/// root ends. Modules below others of the list are theirs. Errors:  also ConfigError for an empty
+/// list or a module that occurs twice; the first forward throws
+///          StateError if no parent of the modules was sharded, or it is not what runs first.
+void fully_shard(const std::vector<std::reference_wrapper<torch::nn::Module>>& modules,
+                 const FullyShardOptions& options = {});
 
 /// Makes `b`, a parameter of `module_b`, the same parameter as `a` of `module_a`: the member and
 /// the dictionary entry both. Assigning the member alone would leave two parameters.

@@ -1,6 +1,6 @@
 #include "module/fsdp_state.h"
 
-#include <unordered_set>
+#include <algorithm>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -26,8 +26,11 @@ void check_no_foreign_params(const std::string& path, torch::nn::Module& module)
   }
 }
 
+// The states of a tree, with the paths of the modules that each was given to.
+using StateTree = std::vector<std::pair<std::vector<std::string>, std::shared_ptr<FSDPState>>>;
+
 // Compares what the groups of this rank hold with the other ranks, over each of their meshes.
-void check_same_model(const std::vector<std::pair<std::string, std::shared_ptr<FSDPState>>>& tree) {
+void check_same_model(const StateTree& tree) {
   std::vector<std::pair<ProcessGroupPtr, std::string>> descriptions;  // a line for each parameter
   const auto add = [&](const ProcessGroupPtr& group, const std::string& text) {
     for (auto& [known, description] : descriptions) {
@@ -38,7 +41,7 @@ void check_same_model(const std::vector<std::pair<std::string, std::shared_ptr<F
     }
     descriptions.emplace_back(group, text);
   };
-  for (const auto& [path, state] : tree) {
+  for (const auto& [paths, state] : tree) {
     if (state->group() == nullptr) continue;
     const FSDPMeshInfo& mesh_info = *state->group()->mesh_info();
     const std::string text = state->group()->describe();
@@ -84,32 +87,42 @@ std::vector<std::shared_ptr<FSDPState>> RootContext::states() const {
   return result;
 }
 
-FSDPState::FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group,
-                     const MixedPrecisionPolicy& mp_policy, bool auto_reshard)
-    : device_(device),
+FSDPState::FSDPState(std::vector<const torch::nn::Module*> modules, c10::Device device,
+                     std::shared_ptr<FSDPParamGroup> group, const MixedPrecisionPolicy& mp_policy,
+                     bool auto_reshard)
+    : modules_(std::move(modules)),
+      device_(device),
       group_(std::move(group)),
       mp_policy_(mp_policy),
       auto_reshard_(auto_reshard) {}
 
 void FSDPState::lazy_init(torch::nn::Module& module) {
-  std::vector<std::pair<std::string, std::shared_ptr<FSDPState>>> tree;
-  std::unordered_set<const FSDPState*> seen;
+  FSDP_CHECK(StateError, !is_list(),
+             "forward: the first module that runs was sharded in a list, and a list cannot be the "
+             "root. Shard their common parent too, and call it.");
+  StateTree tree;
   for_each_module(module, [&](const std::string& path, torch::nn::Module& submodule) {
     check_no_foreign_params(path, submodule);
     std::shared_ptr<FSDPState> state = state_of(submodule);
-    if (!state || !seen.insert(state.get()).second) return;
+    if (!state) return;
+    const auto known = std::find_if(tree.begin(), tree.end(),
+                                    [&](const auto& entry) { return entry.second == state; });
+    if (known != tree.end()) {
+      known->first.push_back(path);
+      return;
+    }
     FSDP_CHECK(StateError, state.get() == this || !state->is_initialized(), "forward: module '",
                path,
                "' has been lazily initialized as a root of its own. Run forward through the root "
                "module first: call the model before any of its parts.");
-    tree.emplace_back(path, std::move(state));
+    tree.emplace_back(std::vector<std::string>{path}, std::move(state));
   });
 
   context_->comm = std::make_shared<CommContext>(device_);
   int64_t number = 0;
-  for (const auto& [path, state] : tree) {
+  for (const auto& [paths, state] : tree) {
     if (state->group_) {
-      state->group_->join_root(path, ++number, context_->comm);
+      state->group_->join_root(paths, ++number, context_->comm);
       if (state.get() == this && auto_reshard_) {
         // The root's parameters are needed first in backward: keep them.
         state->group_->settings().post_forward_mesh_info = nullptr;
@@ -118,7 +131,7 @@ void FSDPState::lazy_init(torch::nn::Module& module) {
     }
   }
   check_same_model(tree);
-  for (const auto& [path, state] : tree) {
+  for (const auto& [paths, state] : tree) {
     state->is_root_ = state.get() == this;
     state->context_ = context_;
     context_->all_states.push_back(state);
@@ -151,10 +164,11 @@ void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
     if (casts) cast_floating(inputs, *mp_policy_.param_dtype);
     return;
   }
+  if (modules_to_run_.empty()) modules_to_run_ = modules_;
   const bool first = training_state_ != TrainingState::kForward;
   if (first) {
     begin_iteration(module, inputs);
-  } else {
+  } else if (!is_list()) {
     ++num_nested_forwards_;
   }
   training_state_ = TrainingState::kForward;
@@ -167,25 +181,47 @@ void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
   }
 }
 
-void FSDPState::post_forward(torch::nn::Module&, TensorRefs& outputs) {
+void FSDPState::post_forward(torch::nn::Module& module, TensorRefs& outputs) {
+  const auto to_run = std::find(modules_to_run_.begin(), modules_to_run_.end(), &module);
   if (num_nested_forwards_ > 0) {  // the module called itself: the outer forward goes on
     --num_nested_forwards_;
-  } else if (training_state_ != TrainingState::kPreBackward) {
-    if (group_) group_->post_forward();
-    add_pre_backward_hook(outputs, shared_from_this());
-    training_state_ = TrainingState::kIdle;
-    if (context_->iteration_root == this) {
-      context_->comm->free_gather_buffer();
-      context_->iteration_root = nullptr;
+  } else if (to_run != modules_to_run_.end() && training_state_ != TrainingState::kPreBackward) {
+    modules_to_run_.erase(to_run);
+    if (modules_to_run_.empty()) {
+      complete_forward(outputs);
+      if (context_->iteration_root == this) {
+        complete_other_forwards(outputs);
+        context_->comm->free_gather_buffer();
+        context_->iteration_root = nullptr;
+      }
     }
   }
   if (mp_policy_.output_dtype) cast_floating(outputs, *mp_policy_.output_dtype);
+}
+
+void FSDPState::complete_forward(TensorRefs& outputs) {
+  if (group_) group_->post_forward();
+  add_pre_backward_hook(outputs, shared_from_this());
+  training_state_ = TrainingState::kIdle;
+}
+
+// A list of which some modules did not run ends with the root: the root's output stands for theirs.
+void FSDPState::complete_other_forwards(TensorRefs& outputs) {
+  const auto states = context_->states();
+  for (auto it = states.rbegin(); it != states.rend(); ++it) {
+    FSDPState& state = **it;
+    if (&state == this || state.modules_to_run_.empty()) continue;
+    state.modules_to_run_.clear();
+    state.complete_forward(outputs);
+    if (state.mp_policy_.output_dtype) cast_floating(outputs, *state.mp_policy_.output_dtype);
+  }
 }
 
 void FSDPState::forward_threw(torch::nn::Module&) noexcept {
   if (in_backward()) return;  // backward ends with this error; the next forward finds it unfinished
   training_state_ = TrainingState::kIdle;
   num_nested_forwards_ = 0;
+  modules_to_run_.clear();
   if (group_) group_->reset_iteration(/*drop_unsharded_grads=*/false);
   if (context_->iteration_root == this) {
     context_->iteration_root = nullptr;
@@ -202,7 +238,10 @@ void FSDPState::queue_final_callback() {
   if (context_->queued_graph_task == graph_task) return;
   context_->queued_graph_task = graph_task;
   torch::autograd::Engine::get_default_engine().queue_callback([context = context_] {
-    for (const auto& state : context->states()) state->training_state_ = TrainingState::kIdle;
+    for (const auto& state : context->states()) {
+      state->training_state_ = TrainingState::kIdle;
+      state->modules_to_run_.clear();
+    }
     end_of_backward(*context);
   });
 }
@@ -238,6 +277,7 @@ void FSDPState::reset_iter_state() {
   for (const auto& state : context_->states()) {
     state->training_state_ = TrainingState::kIdle;
     state->num_nested_forwards_ = 0;
+    state->modules_to_run_.clear();
     if (state->group_) state->group_->reset_iteration(/*drop_unsharded_grads=*/backward_threw);
   }
   context_->comm->drop_in_flight();

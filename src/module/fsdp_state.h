@@ -25,15 +25,17 @@ struct RootContext {
   [[nodiscard]] std::vector<std::shared_ptr<FSDPState>> states() const;
 };
 
-/// The state that fully_shard() gives a module: what its forward and backward do, and when.
+/// The state that fully_shard() gives a module, or a list of modules together: what their forward
+/// and backward do, and when.
 ///
 /// Owned by the hooked module, and by the autograd nodes that will call it: the graph may outlive
 /// the module. Source: PyTorch 2.13, torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState.
 class FSDPState final : public ForwardHooks, public std::enable_shared_from_this<FSDPState> {
  public:
   /// `group` may be null: a module all of whose parameters belong to other groups.
-  FSDPState(c10::Device device, std::shared_ptr<FSDPParamGroup> group,
-            const MixedPrecisionPolicy& mp_policy, bool auto_reshard);
+  FSDPState(std::vector<const torch::nn::Module*> modules, c10::Device device,
+            std::shared_ptr<FSDPParamGroup> group, const MixedPrecisionPolicy& mp_policy,
+            bool auto_reshard);
 
   void pre_forward(torch::nn::Module& module, TensorRefs& inputs) override;
   void post_forward(torch::nn::Module& module, TensorRefs& outputs) override;
@@ -61,8 +63,14 @@ class FSDPState final : public ForwardHooks, public std::enable_shared_from_this
  private:
   void lazy_init(torch::nn::Module& module);
   void begin_iteration(torch::nn::Module& module, TensorRefs& inputs);
+  [[nodiscard]] bool is_list() const { return modules_.size() > 1; }
+  void complete_forward(TensorRefs& outputs);
+  void complete_other_forwards(TensorRefs& outputs);
   void queue_final_callback();
 
+  const std::vector<const torch::nn::Module*> modules_;  // only compared: they own this
+  std::vector<const torch::nn::Module*>
+      modules_to_run_;  // of a list: those yet to run this forward
   c10::Device device_;
   std::shared_ptr<FSDPParamGroup> group_;  // autograd nodes and prefetch orders refer to it
   MixedPrecisionPolicy mp_policy_;

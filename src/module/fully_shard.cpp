@@ -26,21 +26,27 @@ struct ManagedParam {
   std::vector<Entry> entries;
 };
 
+struct ManagedModule {
+  torch::nn::Module* module;
+  std::string path;  // from the sharded module above it
+  size_t root;       // which one that is
+};
+
 struct Managed {
   std::vector<ManagedParam> params;
-  std::vector<std::pair<torch::nn::Module*, std::string>> modules;  // with their paths
+  std::vector<ManagedModule> modules;
 };
 
 // Children before their parent, as FSDP2 orders a group's parameters; modules that are sharded
 // already, and what lies below them, are left out.
-void collect_modules(const std::string& path, torch::nn::Module& module,
+void collect_modules(const std::string& path, torch::nn::Module& module, size_t root,
                      std::unordered_set<torch::nn::Module*>& visited, Managed& managed) {
   if (!visited.insert(&module).second) return;
   for (const auto& child : module.named_children()) {
     if (state_of(*child.value()) != nullptr) continue;
-    collect_modules(join_path(path, child.key()), *child.value(), visited, managed);
+    collect_modules(join_path(path, child.key()), *child.value(), root, visited, managed);
   }
-  managed.modules.emplace_back(&module, path);
+  managed.modules.push_back({&module, path, root});
 }
 
 // They hand out what stands in the dictionary, and so would give forward this rank's part.
@@ -54,16 +60,18 @@ void check_container(const std::string& path, torch::nn::Module& module) {
              "of a module instead.");
 }
 
-Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
+Managed collect(const std::vector<torch::nn::Module*>& roots, const FullyShardOptions& options) {
   std::unordered_set<const c10::TensorImpl*> ignored;
   for (const at::Tensor& param : options.ignored_params)
     ignored.insert(param.unsafeGetTensorImpl());
 
   Managed managed;
   std::unordered_set<torch::nn::Module*> visited;
-  collect_modules("", module, visited, managed);
+  for (size_t root = 0; root < roots.size(); ++root) {
+    collect_modules("", *roots[root], root, visited, managed);
+  }
   std::unordered_map<const c10::TensorImpl*, size_t> index_of;
-  for (const auto& [submodule, path] : managed.modules) {
+  for (const auto& [submodule, path, root] : managed.modules) {
     check_container(path, *submodule);
     for (const auto& entry : parameter_dict(*submodule)) {
       const at::Tensor& tensor = entry.value();
@@ -72,7 +80,8 @@ Managed collect(torch::nn::Module& module, const FullyShardOptions& options) {
           index_of.emplace(tensor.unsafeGetTensorImpl(), managed.params.size());
       if (is_new) {
         managed.params.push_back(
-            {.param = {.tensor = tensor, .name = join_path(path, entry.key())}, .entries = {}});
+            {.param = {.tensor = tensor, .name = join_path(path, entry.key()), .module = root},
+             .entries = {}});
       }
       managed.params[it->second].entries.push_back({submodule, entry.key()});
     }
@@ -172,7 +181,7 @@ FSDPMeshInfoPtr make_post_forward_mesh_info(const ReshardAfterForward& reshard,
 
 void move_buffers(const Managed& managed, c10::Device device) {
   const c10::NoGradGuard no_grad;
-  for (const auto& [module, path] : managed.modules) {
+  for (const auto& [module, path, root] : managed.modules) {
     for (const auto& buffer : module->named_buffers(/*recurse=*/false)) {
       if (buffer.value().defined() && buffer.value().device() != device) {
         buffer.value().set_data(buffer.value().to(device));
@@ -197,6 +206,34 @@ std::shared_ptr<FSDPParamGroup> make_group(const Managed& managed, const FSDPMes
   return group;
 }
 
+// Those that lie below no other, in order.
+std::vector<torch::nn::Module*> checked_roots(
+    const std::vector<std::reference_wrapper<torch::nn::Module>>& modules) {
+  FSDP_CHECK(ConfigError, !modules.empty(), "fully_shard: the list of modules is empty.");
+  std::unordered_set<const torch::nn::Module*> all, below;
+  for (torch::nn::Module& module : modules) {
+    FSDP_CHECK(
+        ConfigError, dynamic_cast<FSDPModule*>(&module) != nullptr, "fully_shard: module of type ",
+        module.name(),
+        " runs no hooks around forward, so it cannot be sharded as a unit. Declare it with "
+        "FSDP_MODULE(Name) instead of TORCH_MODULE(Name), use fsdp::nn for torch's own "
+        "modules, or shard its parent. Containers without a forward (ModuleList, ModuleDict) "
+        "are not supported: shard their elements.");
+    FSDP_CHECK(ConfigError, state_of(module) == nullptr, "fully_shard: module of type ",
+               module.name(), " is sharded already; it can be sharded only once.");
+    FSDP_CHECK(ConfigError, all.insert(&module).second, "fully_shard: the module of type ",
+               module.name(), " is twice in the list.");
+    for_each_module(module, [&](const std::string&, torch::nn::Module& submodule) {
+      if (&submodule != &module) below.insert(&submodule);
+    });
+  }
+  std::vector<torch::nn::Module*> roots;
+  for (torch::nn::Module& module : modules) {
+    if (below.count(&module) == 0) roots.push_back(&module);
+  }
+  return roots;
+}
+
 std::string key_of(torch::nn::Module& module, const at::Tensor& param) {
   for (const auto& entry : parameter_dict(module)) {
     if (entry.value().is_same(param)) return entry.key();
@@ -209,20 +246,18 @@ std::string key_of(torch::nn::Module& module, const at::Tensor& param) {
 }  // namespace
 
 FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
-  auto* fsdp_module = dynamic_cast<FSDPModule*>(&module);
-  FSDP_CHECK(ConfigError, fsdp_module != nullptr, "fully_shard: module of type ", module.name(),
-             " runs no hooks around forward, so it cannot be sharded as a unit. Declare it with "
-             "FSDP_MODULE(Name) instead of TORCH_MODULE(Name), use fsdp::nn for torch's own "
-             "modules, or shard its parent. Containers without a forward (ModuleList, ModuleDict) "
-             "are not supported: shard their elements.");
-  FSDP_CHECK(ConfigError, state_of(module) == nullptr, "fully_shard: module of type ",
-             module.name(), " is sharded already; it can be sharded only once.");
+  fully_shard(std::vector<std::reference_wrapper<torch::nn::Module>>{module}, options);
+  return dynamic_cast<FSDPModule&>(module);
+}
 
+void fully_shard(const std::vector<std::reference_wrapper<torch::nn::Module>>& modules,
+                 const FullyShardOptions& options) {
+  const std::vector<torch::nn::Module*> roots = checked_roots(modules);
   const DeviceMeshPtr mesh = options.mesh ? options.mesh : init_device_mesh(c10::DeviceType::CPU);
   const FSDPMeshInfoPtr mesh_info = make_mesh_info(mesh);
   const c10::Device device = with_index(c10::Device(mesh->device_type()));
   check_ignored(options, device);
-  Managed managed = collect(module, options);
+  Managed managed = collect(roots, options);
   check_members(managed);
   for (ManagedParam& managed_param : managed.params) {
     check_param(managed_param.param, options, mesh_info->shard_size());
@@ -237,9 +272,10 @@ FSDPModule& fully_shard(torch::nn::Module& module, const FullyShardOptions& opti
   std::shared_ptr<FSDPParamGroup> group =
       make_group(managed, mesh_info, options.layout, device, std::move(settings));
   const bool auto_reshard = std::holds_alternative<std::monostate>(options.reshard_after_forward);
-  fsdp_module->set_forward_hooks(
-      std::make_shared<FSDPState>(device, std::move(group), options.mp_policy, auto_reshard));
-  return *fsdp_module;
+  const auto state =
+      std::make_shared<FSDPState>(std::vector<const torch::nn::Module*>(roots.begin(), roots.end()),
+                                  device, std::move(group), options.mp_policy, auto_reshard);
+  for (torch::nn::Module* root : roots) dynamic_cast<FSDPModule&>(*root).set_forward_hooks(state);
 }
 
 void tie(torch::nn::Module& module_a, const at::Tensor& a, torch::nn::Module& module_b,

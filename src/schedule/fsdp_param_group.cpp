@@ -63,12 +63,15 @@ void FSDPParamGroup::lazy_init() {
   sharded_params_.init_dtypes(settings_.mp_policy);
 }
 
-void FSDPParamGroup::join_root(std::string module_path, int64_t number,
+void FSDPParamGroup::join_root(const std::vector<std::string>& module_paths, int64_t number,
                                std::shared_ptr<CommContext> comm) {
   number_ = number;
-  module_path_ = std::move(module_path);
+  module_path_.clear();
+  for (const std::string& path : module_paths) {
+    module_path_ += (module_path_.empty() ? "" : ", ") + path;
+  }
   comm_ = std::move(comm);
-  sharded_params_.set_fqns(module_path_);
+  sharded_params_.set_fqns(module_paths);
 }
 
 void FSDPParamGroup::notify(ScheduleEventKind kind, bool changed) const {
@@ -295,6 +298,7 @@ void FSDPParamGroup::prefetch(TrainingState turn) {
 
 void FSDPParamGroup::post_backward() {
   const c10::NoGradGuard no_grad;
+  const bool forward_is_incomplete = training_state_ == TrainingState::kForward;
   training_state_ = TrainingState::kPostBackward;
   bool has_grads =
       grads_->has_grads() || (settings_.all_reduce_grads && has_partial_output()) ||
@@ -308,6 +312,7 @@ void FSDPParamGroup::post_backward() {
   if (has_grads) {
     if (settings_.reduce_grads) {
       start_reduction();
+      if (forward_is_incomplete) end_reduction();
     } else {
       keep_unsharded_grads();
     }

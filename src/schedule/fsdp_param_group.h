@@ -45,9 +45,10 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Brings sharded parameters that were converted back onto the flat shard, with their labels.
   /// Errors:  StateError if their shape has changed or they are on another device.
   void take_back_sharded_params();
-  /// Names from the root, this group's number among the root's, from 1, and the streams and buffers
-  /// that they share.
-  void join_root(std::string module_path, int64_t number, std::shared_ptr<CommContext> comm);
+  /// Paths from the root of the modules that are sharded together, this group's number among the
+  /// root's, from 1, and the streams and buffers that they share.
+  void join_root(const std::vector<std::string>& module_paths, int64_t number,
+                 std::shared_ptr<CommContext> comm);
 
   // Forward -----------------------------------------------------------------------------------
   /// Starts the all-gather, unless the parameters are unsharded or on their way.
@@ -62,7 +63,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
 
   // Backward ----------------------------------------------------------------------------------
   void pre_backward(bool default_prefetch);
-  /// Reshards, then starts the reduction of the gradients that are there.
+  /// Reshards, then starts the reduction of the gradients that are there. After a forward of only
+  /// some of the modules that are sharded together, waits for it: more such backwards may come.
   void post_backward();
   /// After the last backward of a step: nothing stays in flight.
   void finalize_backward();

@@ -38,12 +38,17 @@ ShardedParams::ShardedParams(const std::vector<ParamToShard>& params, const FSDP
   } else {
     cut(params, mesh_info);
   }
-  set_fqns("");
+  size_t num_modules = 0;
+  for (const ParamToShard& param : params) {
+    module_of_.push_back(param.module);
+    num_modules = std::max(num_modules, param.module + 1);
+  }
+  set_fqns(std::vector<std::string>(num_modules));
   init_dtypes({});
 }
 
 void ShardedParams::cut(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info) {
-  for (const auto& [tensor, name, shard_dim] : params) {
+  for (const auto& [tensor, name, shard_dim, module] : params) {
     const ShardedTensorSpecPtr spec =
         make_spec(name, tensor.sizes(), tensor.scalar_type(), mesh_info.mesh,
                   mesh_info.shard_mesh_dim, shard_dim);
@@ -91,8 +96,10 @@ void ShardedParams::cut_flat(const std::vector<ParamToShard>& params,
   }
 }
 
-void ShardedParams::set_fqns(const std::string& module_path) {
-  for (FSDPParam& param : params_) param.set_fqn(join(module_path, param.name()));
+void ShardedParams::set_fqns(const std::vector<std::string>& module_paths) {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    params_[i].set_fqn(join(module_paths[module_of_[i]], params_[i].name()));
+  }
   describe_access_errors();
 }
 

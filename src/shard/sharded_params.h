@@ -27,6 +27,7 @@ struct ParamToShard {
   at::Tensor tensor;
   std::string name;  ///< in the sharded module
   int64_t shard_dim = 0;
+  size_t module = 0;  ///< which of the modules that are sharded together
 };
 
 /// The parameters of one group and the memory that they share, in one of the two layouts.
@@ -52,8 +53,8 @@ class ShardedParams {
   [[nodiscard]] const at::Storage& storage() const { return storages_.front(); }
   [[nodiscard]] c10::Device device() const { return device_; }
 
-  /// Gives the parameters their names from the root: `module_path` and their own.
-  void set_fqns(const std::string& module_path);
+  /// Gives the parameters their names from the root: the path of their module, and their own.
+  void set_fqns(const std::vector<std::string>& module_paths);
   /// Takes the dtypes of the policy: unsharded parameters get their compute dtype. While sharded.
   void init_dtypes(const MixedPrecisionPolicy& policy);
   /// The dtype of the reduction: that of the policy, else that of the gradients.
@@ -85,6 +86,7 @@ class ShardedParams {
   Layout layout_;
   c10::Device device_;
   std::vector<FSDPParam> params_;
+  std::vector<size_t> module_of_;  // of each
   std::vector<std::unique_ptr<FlatParam>> flats_;
   std::vector<at::Storage> storages_;       // of the unsharded parameters: one; or one for each
   std::vector<std::string> access_errors_;  // what a use of them says while they are freed
