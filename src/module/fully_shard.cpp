@@ -154,31 +154,6 @@ FSDPMeshInfoPtr make_mesh_info(const DeviceMeshPtr& mesh) {
   return std::make_shared<const FSDPMeshInfo>(std::move(info));
 }
 
-// Null: stay unsharded after forward; the same mesh: reshard; another: its shard dimension.
-FSDPMeshInfoPtr make_post_forward_mesh_info(const ReshardAfterForward& reshard,
-                                            const FSDPMeshInfoPtr& mesh_info) {
-  if (const bool* flag = std::get_if<bool>(&reshard)) return *flag ? mesh_info : nullptr;
-  if (std::holds_alternative<std::monostate>(reshard)) return mesh_info;
-  const int64_t k = std::get<int64_t>(reshard);
-  const int64_t shard_size = mesh_info->shard_size();
-  FSDP_CHECK(ConfigError, k >= 1 && k <= shard_size && shard_size % k == 0,
-             "fully_shard: reshard_after_forward = ", k,
-             " must be a factor of the shard mesh size ", shard_size, ".");
-  if (k == shard_size) return mesh_info;
-  if (k == 1) {
-    TORCH_WARN_ONCE(
-        "fully_shard: reshard_after_forward = 1 keeps all of each parameter on every "
-        "rank; it is taken as false.");
-    return nullptr;
-  }
-  const DeviceMesh& mesh = *mesh_info->mesh;
-  auto post_forward_mesh = std::make_shared<const DeviceMesh>(
-      mesh.device_type(), std::vector<int64_t>{mesh.size() / k, k},
-      std::vector<std::string>{"fsdp_replicate", "fsdp_shard"}, mesh.root_group());
-  return std::make_shared<const FSDPMeshInfo>(FSDPMeshInfo{
-      .mesh = std::move(post_forward_mesh), .shard_mesh_dim = 1, .replicate_mesh_dim = 0});
-}
-
 void move_buffers(const Managed& managed, c10::Device device) {
   const c10::NoGradGuard no_grad;
   for (const auto& [module, path, root] : managed.modules) {
@@ -264,7 +239,7 @@ void fully_shard(const std::vector<std::reference_wrapper<torch::nn::Module>>& m
   }
   GroupSettings settings{.mp_policy = options.mp_policy,
                          .post_forward_mesh_info =
-                             make_post_forward_mesh_info(options.reshard_after_forward, mesh_info),
+                             get_post_forward_mesh_info(options.reshard_after_forward, mesh_info),
                          .require_equal_gradients = options.require_equal_gradients};
 
   // Nothing has changed so far; from here on nothing is refused.

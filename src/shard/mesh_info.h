@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "fsdp/device_mesh.h"
+#include "fsdp/policy.h"
 
 namespace fsdp {
 
@@ -24,5 +25,14 @@ struct FSDPMeshInfo {
 };
 
 using FSDPMeshInfoPtr = std::shared_ptr<const FSDPMeshInfo>;
+
+/// Where a group's parameters stay after forward. Null: unsharded. `mesh_info` itself: resharded.
+/// Another: each rank keeps a part, to be gathered over its shard dimension, of fewer ranks.
+///
+/// Ranks:  an integer makes process groups: every rank of the mesh calls it.
+/// Errors: ConfigError for an integer that does not divide the number of ranks that shard.
+/// Source: PyTorch 2.13, _fsdp_init._get_post_forward_mesh_info.
+[[nodiscard]] FSDPMeshInfoPtr get_post_forward_mesh_info(const ReshardAfterForward& reshard,
+                                                         const FSDPMeshInfoPtr& mesh_info);
 
 }  // namespace fsdp
