@@ -23,7 +23,7 @@ TEST_JOBS ?= 2
 
 NINJA = cmake --build $(BUILD) --parallel $(JOBS)
 
-.PHONY: help train test golden bench build format check-format install clean FORCE
+.PHONY: help train test golden mutation bench build format check-format install clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo '                     ARGS="--steps=50" passes options, ARGS=--help lists them'
 	@echo 'make test            build everything and run all tests'
 	@echo 'make golden          rebuild the golden values with PyTorch FSDP2, show differences'
+	@echo 'make mutation        break the library on purpose: does a test notice?'
 	@echo 'make bench           host cost per group, beside PyTorch FSDP2'
 	@echo 'make build           build everything'
 	@echo 'make format          format the sources'
@@ -52,6 +53,10 @@ test: build
 # Trains with PyTorch's FSDP2 and compares with the values that golden_test holds us to.
 golden: .deps/stamp
 	@OMP_NUM_THREADS=1 .deps/venv/bin/python tests/golden/make_golden.py --check
+
+# Breaks the library on purpose, and shows that tests notice.
+mutation: build
+	@PRESET=$(PRESET) JOBS=$(JOBS) tools/mutation
 
 # Ours and PyTorch's FSDP2 in turns.
 bench: $(BUILD)/build.ninja
