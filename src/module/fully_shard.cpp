@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
@@ -154,6 +155,16 @@ FSDPMeshInfoPtr make_mesh_info(const DeviceMeshPtr& mesh) {
   return std::make_shared<const FSDPMeshInfo>(std::move(info));
 }
 
+// The device to compute on: the mesh's type, this rank's index.
+c10::Device checked_device(const DeviceMesh& mesh) {
+  const c10::DeviceType type = mesh.device_type();
+  FSDP_CHECK(ConfigError, type != c10::kMeta && c10::impl::hasDeviceGuardImpl(type),
+             "fully_shard: the mesh is of device type '", c10::DeviceTypeName(type, true),
+             "', on which this build of libtorch does not compute. Make the mesh with "
+             "c10::DeviceType::CPU, or use a libtorch that was built for that device.");
+  return with_index(c10::Device(type));
+}
+
 void move_buffers(const Managed& managed, c10::Device device) {
   const c10::NoGradGuard no_grad;
   for (const auto& [module, path, root] : managed.modules) {
@@ -230,7 +241,7 @@ void fully_shard(const std::vector<std::reference_wrapper<torch::nn::Module>>& m
   const std::vector<torch::nn::Module*> roots = checked_roots(modules);
   const DeviceMeshPtr mesh = options.mesh ? options.mesh : init_device_mesh(c10::DeviceType::CPU);
   const FSDPMeshInfoPtr mesh_info = make_mesh_info(mesh);
-  const c10::Device device = with_index(c10::Device(mesh->device_type()));
+  const c10::Device device = checked_device(*mesh);
   check_ignored(options, device);
   Managed managed = collect(roots, options);
   check_members(managed);

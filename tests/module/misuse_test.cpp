@@ -261,7 +261,16 @@ TEST_P(MisuseTest, OtherDevices) {
     options.ignored_params = {at::zeros({3}, at::TensorOptions().device(at::kMeta))};
     expect_message<ConfigError>([&] { fully_shard(*model, options); },
                                 "ignored parameter 0 of shape [3] is on meta");
+    options = {.layout = GetParam()};
+    for (const c10::DeviceType type : {c10::kCUDA, c10::kPrivateUse1, c10::kMeta}) {
+      if (type != c10::kMeta && c10::impl::hasDeviceGuardImpl(type)) continue;
+      options.mesh = std::make_shared<const DeviceMesh>(
+          type, std::vector<int64_t>{2}, std::vector<std::string>{}, default_process_group());
+      expect_message<ConfigError>([&] { fully_shard(*model, options); },
+                                  "on which this build of libtorch does not compute");
+    }
     EXPECT_FALSE(model->is_fully_sharded());
+    EXPECT_EQ(spec_of(model->parameters()[0]), nullptr);
     fully_shard(*model, {.layout = GetParam()});
     EXPECT_ANY_THROW(model->to(at::kMeta));  // torch's own refusal: set_data to another type
     EXPECT_EQ(model(at::ones({2, 4})).size(1), 4);
