@@ -10,86 +10,17 @@
 #include "support/layouts.h"
 #include "support/messages.h"
 #include "support/models.h"
-#include "support/recorder.h"
 
-// fully_shard({a, b}): modules that are gathered, freed and reduced together.
+// fully_shard({a, b}): modules that are gathered, freed and reduced together. Their lists of events
+// are in tests/reference.
 
 namespace fsdp {
 namespace {
 
 using testing::expect_message;
-using testing::Recorder;
 
 class ModuleListsTest : public testing::LayoutTest {};
 FSDP_BOTH_LAYOUTS(ModuleListsTest);
-
-// "U layers.1, layers.2" and so on: names with commas, one line an event.
-std::vector<std::string> lines(const std::vector<std::string>& events, const char* unshard,
-                               const char* other) {
-  std::vector<std::string> result;
-  for (const std::string& event : events) {
-    result.push_back(event.substr(0, 1) + " '" + event.substr(2) + "' " +
-                     (event[0] == 'U' ? unshard : other));
-  }
-  return result;
-}
-
-std::vector<std::string> forward(const std::vector<std::string>& events) {
-  return lines(events, "FORWARD", "FORWARD");
-}
-std::vector<std::string> backward(const std::vector<std::string>& events) {
-  return lines(events, "PRE_BACKWARD", "POST_BACKWARD");
-}
-
-// Promise: FSDP2's event lists for lists of modules, which are named by all of their paths; a group
-// is freed when its last module has run; the numbers are those of one process.
-TEST_P(ModuleListsTest, EventsAndNumbers) {
-  run_ranks(4, [](const ProcessGroupPtr&) {
-    const testing::TransformerOptions sizes{.num_layers = 5, .weight_tying = false};
-    testing::Transformer model(sizes);
-    testing::Transformer reference(sizes);
-    testing::init_parameters(*model);
-    testing::init_parameters(*reference);
-    const FullyShardOptions options{.reshard_after_forward = true, .layout = GetParam()};
-    auto& layers = model->blocks;
-    fully_shard(*layers[0], options);
-    fully_shard({*layers[1], *layers[2]}, options);
-    fully_shard({*layers[3], *layers[4]}, options);
-    fully_shard({*model->tok_embeddings, *model->pos_embeddings}, options);
-    fully_shard({*model->norm, *model->output},
-                {.reshard_after_forward = false, .layout = GetParam()});
-    fully_shard(*model, options);
-    const auto recorder = std::make_shared<Recorder>("URP");
-    set_schedule_observer(*model, recorder);
-    AdamW optimizer(parameters(*model), AdamWOptions(1e-2));
-    AdamW reference_optimizer(reference->parameters(), AdamWOptions(1e-2));
-
-    const std::string t = "tok_embeddings, pos_embeddings", a = "layers.0",
-                      b = "layers.1, layers.2", c = "layers.3, layers.4", n = "norm, output";
-    for (int iteration = 0; iteration < 3; ++iteration) {
-      const at::Tensor tokens = (at::arange(32).view({2, 16}) * (iteration + 3)) % 8;
-      const at::Tensor expected = reference(tokens).sum();
-      const at::Tensor loss = model(tokens).sum();
-      EXPECT_NEAR(loss.item<float>(), expected.item<float>(), 1e-4);
-      EXPECT_EQ(recorder->take(), forward({"U " + t, "R " + t, "U " + a, "R " + a, "U " + b,
-                                           "R " + b, "U " + c, "R " + c, "U " + n}));
-      loss.backward();
-      EXPECT_EQ(recorder->take(),
-                backward({"U " + c, "R " + n, "P " + n, "U " + b, "R " + c, "P " + c, "U " + a,
-                          "R " + b, "P " + b, "U " + t, "R " + a, "P " + a, "R " + t, "P " + t}));
-      expected.backward();
-      const auto ours = parameters(*model);
-      const auto theirs = reference->parameters();
-      for (size_t i = 0; i < ours.size(); ++i) {
-        EXPECT_TRUE(full_tensor(ours[i].grad()).allclose(theirs[i].grad(), 1e-4, 1e-5)) << i;
-      }
-      optimizer.step();
-      reference_optimizer.step();
-      optimizer.zero_grad();
-      reference_optimizer.zero_grad();
-    }
-  });
-}
 
 // Its first linear never runs.
 struct HalfUsedImpl : torch::nn::Module {
@@ -115,46 +46,6 @@ struct HalvesImpl : torch::nn::Module {
   fsdp::nn::Linear last{nullptr};
 };
 FSDP_MODULE(Halves);
-
-// Promise: a list of which a module never runs ends with the root's forward, latest first, and its
-// gradients are those of one process; the module that did not run has none.
-TEST_P(ModuleListsTest, ModuleThatNeverRuns) {
-  run_ranks(4, [](const ProcessGroupPtr& group) {
-    Halves model;
-    Halves reference;
-    testing::init_parameters(*model);
-    testing::init_parameters(*reference);
-    const FullyShardOptions options{.reshard_after_forward = true, .layout = GetParam()};
-    fully_shard({*model->first->unused_lin, *model->first->lin}, options);
-    fully_shard({*model->second->unused_lin, *model->second->lin}, options);
-    fully_shard(*model, {.layout = GetParam()});
-    const auto recorder = std::make_shared<Recorder>("URP");
-    set_schedule_observer(*model, recorder);
-    AdamW optimizer(parameters(*model), AdamWOptions(1e-2));
-    AdamW reference_optimizer(reference->parameters(), AdamWOptions(1e-2));
-    const std::string m0 = "0.unused_lin, 0.lin", m1 = "1.unused_lin, 1.lin";
-    for (int iteration = 0; iteration < 3; ++iteration) {
-      const at::Tensor x = at::ones({2, 16}) * (iteration + 1);
-      const at::Tensor loss = model(x).sum();
-      EXPECT_EQ(recorder->take(), forward({"U ", "U " + m0, "U " + m1, "R " + m1, "R " + m0}));
-      loss.backward();
-      EXPECT_EQ(recorder->take(), backward({"U " + m1, "U " + m0, "R " + m1, "P " + m1, "R ", "P ",
-                                            "R " + m0, "P " + m0}));
-      reference(x).sum().backward();
-      for (const auto& entry : reference->named_parameters()) {
-        const at::Tensor ours = model->named_parameters()[entry.key()].grad();
-        ASSERT_EQ(ours.defined(), entry.value().grad().defined()) << entry.key();
-        if (!ours.defined()) continue;
-        EXPECT_TRUE(full_tensor(ours).allclose(entry.value().grad(), 1e-4, 1e-5)) << entry.key();
-      }
-      EXPECT_FALSE(model->first->unused_lin->parameters()[0].grad().defined());
-      optimizer.step();
-      reference_optimizer.step();
-      optimizer.zero_grad();
-      reference_optimizer.zero_grad();
-    }
-  });
-}
 
 // The head is left to the caller, who runs it on pieces of the hidden states.
 struct ChunkedImpl : torch::nn::Module {

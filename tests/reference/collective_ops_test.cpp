@@ -8,6 +8,7 @@
 #include "fsdp/sharded_tensor.h"
 #include "mesh/work.h"
 #include "reduce/reduce_scatter.h"
+#include "reference/world.h"
 #include "support/layouts.h"
 #include "unshard/all_gather.h"
 
@@ -78,7 +79,7 @@ TEST_P(CollectiveOps, test_all_gather_fp32) {
                               {false, true, int64_t{8}},
                               {true, false, true},
                               {true, true, true}};
-  run_ranks(kWorldSize, [&](const ProcessGroupPtr&) {
+  testing::run_world(kWorldSize, [&](const ProcessGroupPtr&) {
     const FSDPMeshInfoPtr mesh_info = world_mesh();
     for (const GatherCase& options : cases) {
       ShardedParams params(clones_of(originals), *mesh_info, GetParam(), c10::kCPU);
@@ -128,7 +129,7 @@ std::vector<at::Tensor> reference_grads(const std::vector<at::Tensor>& grads, at
 // reference is made before the reduction takes the gradients.
 void expect_mean_gradients(Layout layout, at::ScalarType reduce_dtype) {
   const std::vector<at::Tensor> originals = original_params();
-  run_ranks(kWorldSize, [&](const ProcessGroupPtr& group) {
+  testing::run_world(kWorldSize, [&](const ProcessGroupPtr& group) {
     const FSDPMeshInfoPtr mesh_info = world_mesh();
     for (const bool side_stream : {false, true}) {
       ShardedParams params(clones_of(originals), *mesh_info, layout, c10::kCPU);
