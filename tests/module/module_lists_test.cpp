@@ -1,9 +1,7 @@
+#include <ATen/ops/arange.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/randint.h>
-#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
-#include "fsdp/adamw.h"
 #include "fsdp/fully_shard.h"
 #include "fsdp/optim.h"
 #include "fsdp/sharded_tensor.h"
@@ -21,31 +19,6 @@ using testing::expect_message;
 
 class ModuleListsTest : public testing::LayoutTest {};
 FSDP_BOTH_LAYOUTS(ModuleListsTest);
-
-// Its first linear never runs.
-struct HalfUsedImpl : torch::nn::Module {
-  HalfUsedImpl() {
-    unused_lin = register_module("unused_lin", fsdp::nn::Linear(1, 1));
-    lin = register_module("lin", fsdp::nn::Linear(16, 16));
-  }
-  at::Tensor forward(const at::Tensor& x) { return lin(x).relu(); }
-  fsdp::nn::Linear unused_lin{nullptr};
-  fsdp::nn::Linear lin{nullptr};
-};
-FSDP_MODULE(HalfUsed);
-
-struct HalvesImpl : torch::nn::Module {
-  HalvesImpl() {
-    first = register_module("0", HalfUsed());
-    second = register_module("1", HalfUsed());
-    last = register_module("2", fsdp::nn::Linear(16, 16));
-  }
-  at::Tensor forward(const at::Tensor& x) { return last(second(first(x))); }
-  HalfUsed first{nullptr};
-  HalfUsed second{nullptr};
-  fsdp::nn::Linear last{nullptr};
-};
-FSDP_MODULE(Halves);
 
 // The head is left to the caller, who runs it on pieces of the hidden states.
 struct ChunkedImpl : torch::nn::Module {
@@ -129,18 +102,20 @@ TEST_P(ModuleListsTest, RefusesBadLists) {
 // Promise: a module of the list that lies below another is that one's; methods work on any of them.
 TEST_P(ModuleListsTest, ModulesBelowOthers) {
   run_ranks(2, [](const ProcessGroupPtr&) {
-    Halves model;
-    Halves reference;
+    testing::Transformer model;
+    testing::Transformer reference;
     testing::init_parameters(*model);
     testing::init_parameters(*reference);
-    fully_shard({*model->first, *model->first->lin, *model->second}, {.layout = GetParam()});
-    EXPECT_FALSE(model->first->lin->is_fully_sharded());
+    auto& blocks = model->blocks;
+    fully_shard({*blocks[0], *blocks[0]->wq, *blocks[1]}, {.layout = GetParam()});
+    EXPECT_FALSE(blocks[0]->wq->is_fully_sharded());
     fully_shard(*model, {.layout = GetParam()});
-    EXPECT_TRUE(model(at::ones({2, 16})).allclose(reference(at::ones({2, 16}))));
-    model->second->unshard();
-    EXPECT_TRUE(model->first->lin->weight.equal(reference->first->lin->weight));
-    model->first->reshard();
-    EXPECT_ANY_THROW(model->second->lin->weight.sum());
+    const at::Tensor tokens = at::arange(16).view({2, 8}) % 8;
+    EXPECT_TRUE(model(tokens).allclose(reference(tokens)));
+    blocks[1]->unshard();
+    EXPECT_TRUE(blocks[0]->wq->weight.equal(reference->blocks[0]->wq->weight));
+    blocks[0]->reshard();
+    EXPECT_ANY_THROW(blocks[1]->wq->weight.sum());
   });
 }
 
