@@ -23,7 +23,8 @@ TEST_JOBS ?= 2
 
 NINJA = cmake --build $(BUILD) --parallel $(JOBS)
 
-.PHONY: help train test golden mutation bench build format check-format install clean FORCE
+.PHONY: help train test golden differential mutation bench build format check-format install \
+  clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo '                     ARGS="--steps=50" passes options, ARGS=--help lists them'
 	@echo 'make test            build everything and run all tests'
 	@echo 'make golden          rebuild the golden values with PyTorch FSDP2, show differences'
+	@echo 'make differential    random scenarios beside PyTorch FSDP2 (SEED=7 COUNT=50)'
 	@echo 'make mutation        break the library on purpose: does a test notice?'
 	@echo 'make bench           host cost per group, beside PyTorch FSDP2'
 	@echo 'make build           build everything'
@@ -53,6 +55,16 @@ test: build
 # Trains with PyTorch's FSDP2 and compares with the values that golden_test holds us to.
 golden: .deps/stamp
 	@OMP_NUM_THREADS=1 .deps/venv/bin/python tests/golden/make_golden.py --check
+
+# Fresh random scenarios here and in PyTorch's FSDP2, compared.
+SEED ?= 7
+COUNT ?= 50
+differential: $(BUILD)/build.ninja
+	@$(NINJA) --target scenario
+	@OMP_NUM_THREADS=1 .deps/venv/bin/python tests/scenario/generate.py $(SEED) $(COUNT) \
+	  $(BUILD)/scenarios.json
+	@for layout in flat per-parameter; do OMP_NUM_THREADS=1 $(BUILD)/tests/scenario \
+	  $(BUILD)/scenarios.json --layout $$layout || exit 1; done
 
 # Breaks the library on purpose, and shows that tests notice.
 mutation: build

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "fsdp/adamw.h"           // IWYU pragma: export
+#include "fsdp/comm_debug.h"      // IWYU pragma: export
 #include "fsdp/device_mesh.h"     // IWYU pragma: export
 #include "fsdp/error.h"           // IWYU pragma: export
 #include "fsdp/events.h"          // IWYU pragma: export
@@ -11,4 +12,5 @@
 #include "fsdp/optim.h"           // IWYU pragma: export
 #include "fsdp/policy.h"          // IWYU pragma: export
 #include "fsdp/process_group.h"   // IWYU pragma: export
+#include "fsdp/replicate.h"       // IWYU pragma: export
 #include "fsdp/sharded_tensor.h"  // IWYU pragma: export

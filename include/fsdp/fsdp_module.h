@@ -33,6 +33,8 @@ class ForwardHooks {
   /// After the module's to(): its parameters may have other storages, and have lost what they
   /// carry.
   virtual void converted(torch::nn::Module& module) { (void)module; }
+  /// Whether the module's dictionary holds this rank's parts of its parameters, not whole ones.
+  [[nodiscard]] virtual bool shards() const { return true; }
 };
 
 /// Ends an asynchronous unshard. It may be waited for any number of times, or not at all: the
@@ -55,7 +57,9 @@ class FSDPModule {
  public:
   virtual ~FSDPModule() = default;
 
-  [[nodiscard]] bool is_fully_sharded() const { return forward_hooks_ != nullptr; }
+  [[nodiscard]] bool is_fully_sharded() const {
+    return forward_hooks_ != nullptr && forward_hooks_->shards();
+  }
 
   /// Gathers the module's own parameters (not those of sharded children), and waits for them.
   void unshard();
@@ -71,7 +75,8 @@ class FSDPModule {
   /// false: more backwards of this step follow; what is in flight may stay in flight.
   void set_is_last_backward(bool is_last_backward);
   /// true: reduce zeros for parameters without a gradient, also where no parameter of a group that
-  /// ran forward has one on this rank, but may have on others. They get zeros as gradients.
+  /// ran forward has one on this rank, but may have on others. They get zeros as gradients. (Ranks
+  /// must still gather alike: what some ranks alone gather in backward is not helped by this.)
   void set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse = true);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);

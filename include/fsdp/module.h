@@ -346,7 +346,7 @@ class HookedHolder : public torch::nn::ModuleHolder<typename HookedTypes<M>::Sto
 template <class M>
 std::shared_ptr<torch::nn::Module> HookedModule<M>::clone(
     const std::optional<torch::Device>& device) const {
-  FSDP_CHECK(StateError, forward_hooks() == nullptr, "clone: ", c10::demangle(typeid(M).name()),
+  FSDP_CHECK(StateError, !is_fully_sharded(), "clone: ", c10::demangle(typeid(M).name()),
              " is sharded, and this rank has only its part of the parameters. Clone before "
              "fully_shard(), or make a new module and load a checkpoint into it.");
   std::shared_ptr<torch::nn::Module> copy = M::clone(device);
@@ -366,8 +366,7 @@ std::shared_ptr<torch::nn::Module> HookedModule<M>::clone(
 
 template <class M>
 void HookedModule<M>::save(torch::serialize::OutputArchive& archive) const {
-  FSDP_CHECK(StateError, forward_hooks() == nullptr,
-             "torch::save: ", c10::demangle(typeid(M).name()),
+  FSDP_CHECK(StateError, !is_fully_sharded(), "torch::save: ", c10::demangle(typeid(M).name()),
              " is sharded, and this rank has only its part of the parameters. Save what "
              "full_tensor() gives for each of named_parameters(), on one rank; or, to save this "
              "rank's parts as such, torch::save(fsdp::parameters(module), ...).");

@@ -60,7 +60,11 @@ void end_of_backward(RootContext& context) {
   for (const auto& state : states) {
     FSDPParamGroup* group = state->group();
     if (group == nullptr) continue;
-    if (group->training_state() != TrainingState::kPostBackward) group->post_backward();
+    // Also for gradients that came after the group's own post-backward, from a use of its
+    // parameters outside of its modules.
+    if (group->training_state() != TrainingState::kPostBackward || group->has_unreduced_grads()) {
+      group->post_backward();
+    }
     group->leave_backward();
   }
   // On CPU nothing else would write the sharded gradients: there are no streams to do it later.
@@ -164,13 +168,13 @@ void FSDPState::pre_forward(torch::nn::Module& module, TensorRefs& inputs) {
     if (casts) cast_floating(inputs, *mp_policy_.param_dtype);
     return;
   }
-  if (modules_to_run_.empty()) modules_to_run_ = modules_;
   const bool first = training_state_ != TrainingState::kForward;
   if (first) {
-    begin_iteration(module, inputs);
+    begin_iteration(module, inputs);  // which may reset what a step that threw left
   } else if (!is_list()) {
     ++num_nested_forwards_;
   }
+  if (modules_to_run_.empty()) modules_to_run_ = modules_;
   training_state_ = TrainingState::kForward;
   if (casts) cast_floating(inputs, *mp_policy_.param_dtype);
   if (group_ && group_->pre_forward()) add_post_backward_node(inputs, shared_from_this());

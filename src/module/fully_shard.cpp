@@ -5,11 +5,13 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
 
 #include "fsdp/error.h"
+#include "fsdp/replicate.h"
 #include "module/fsdp_state.h"
 #include "module/module_tree.h"
 #include "shard/sharded_spec.h"
@@ -38,13 +40,13 @@ struct Managed {
   std::vector<ManagedModule> modules;
 };
 
-// Children before their parent, as FSDP2 orders a group's parameters; modules that are sharded
-// already, and what lies below them, are left out.
+// Children before their parent, as FSDP2 orders a group's parameters; modules that are sharded or
+// replicated already, and what lies below them, are left out.
 void collect_modules(const std::string& path, torch::nn::Module& module, size_t root,
                      std::unordered_set<torch::nn::Module*>& visited, Managed& managed) {
   if (!visited.insert(&module).second) return;
   for (const auto& child : module.named_children()) {
-    if (state_of(*child.value()) != nullptr) continue;
+    if (state_of(*child.value()) != nullptr || is_replicated(*child.value())) continue;
     collect_modules(join_path(path, child.key()), *child.value(), root, visited, managed);
   }
   managed.modules.push_back({&module, path, root});
@@ -107,6 +109,13 @@ void check_param(ParamToShard& param, const FullyShardOptions& options, int64_t 
              " is on the meta device and has no values. Materialize it before sharding.");
   FSDP_CHECK(ConfigError, tensor.is_leaf(), "fully_shard: parameter ", described,
              " is the result of an operation, not a leaf. Register tensor.detach() instead.");
+  FSDP_CHECK(
+      ConfigError,
+      torch::autograd::impl::get_autograd_meta(tensor) == nullptr ||
+          torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr,
+      "fully_shard: parameter ", described,
+      " has a post-accumulate-gradient hook, which would see whole gradients of this rank alone "
+      "or none. Set it after fully_shard(), on the sharded parameter of named_parameters().");
   Shard placement;
   if (options.shard_placement_fn) {
     placement = options.shard_placement_fn(param.name, tensor).value_or(Shard{});
@@ -207,6 +216,10 @@ std::vector<torch::nn::Module*> checked_roots(
         "are not supported: shard their elements.");
     FSDP_CHECK(ConfigError, state_of(module) == nullptr, "fully_shard: module of type ",
                module.name(), " is sharded already; it can be sharded only once.");
+    FSDP_CHECK(
+        ConfigError, !is_replicated(module), "fully_shard: module of type ", module.name(),
+        " is replicated, so its parameters are to stay whole. Shard its parent, which leaves "
+        "it out, or do not replicate it.");
     FSDP_CHECK(ConfigError, all.insert(&module).second, "fully_shard: the module of type ",
                module.name(), " is twice in the list.");
     for_each_module(module, [&](const std::string&, torch::nn::Module& submodule) {

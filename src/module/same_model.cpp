@@ -32,7 +32,8 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
 
 }  // namespace
 
-void check_same_on_ranks(const std::string& description, c10d::ProcessGroup& group) {
+void check_same_on_ranks(const std::string& description, c10d::ProcessGroup& group,
+                         const char* function) {
   const c10::intrusive_ptr<c10d::Store> store = group.getStore();
   if (!store || group.getSize() == 1) return;
   // The n-th model of this rank is compared with the n-th of the others.
@@ -50,7 +51,7 @@ void check_same_on_ranks(const std::string& description, c10d::ProcessGroup& gro
   if (first_hash == hash) return;
   store->wait({key + "/text"}, kWaitForText);
   const auto [here, there] = first_difference(description, to_string(store->get(key + "/text")));
-  FSDP_CHECK(StateError, false, "forward: rank ", rank, " of group '", group.getGroupName(),
+  FSDP_CHECK(StateError, false, function, ": rank ", rank, " of group '", group.getGroupName(),
              "' has another model than rank ", first.substr(first.find(' ') + 1), ": here ", here,
              ", there ", there,
              ". Every rank must build the same model and shard it with the same options.");

@@ -343,19 +343,20 @@ void AdamW::step_params(const std::vector<at::Tensor>& params, const AdamWOption
   const auto has_grad = [](const at::Tensor& param) { return param.grad().defined(); };
   if (std::none_of(params.begin(), params.end(), has_grad)) return;
   make_missing_state(params, options.amsgrad());
-  std::vector<at::Tensor> steps;
+  std::vector<at::Tensor> stepped, steps;
   std::vector<Update> updates;
   for (const at::Tensor& param : params) {
     if (!has_grad(param)) continue;
     const AdamWParamState& state = state_of(param);
-    steps.push_back(state.step);  // of an empty shard too: ranks agree on the step
+    // Of an empty shard too: ranks agree on the step, and on whether parameters have changed.
+    steps.push_back(state.step);
+    stepped.push_back(param);
     if (param.numel() > 0) updates.push_back(make_update(param, state, options.amsgrad()));
   }
   at::_foreach_add_(steps, 1);
-  if (updates.empty()) return;
-  fused_step(updates, options);
+  if (!updates.empty()) fused_step(updates, options);
   // The kernel moves no counter, and merged tensors have their own.
-  for (const Update& update : updates) update.param.unsafeGetTensorImpl()->bump_version();
+  for (const at::Tensor& param : stepped) param.unsafeGetTensorImpl()->bump_version();
 }
 
 void AdamW::save(torch::serialize::OutputArchive& archive) const {

@@ -169,7 +169,9 @@ void GradBuffer::write(const GradSlot& slot, const at::Tensor& grad, bool accumu
                             .narrow(1, slot.part_offset, spec.shard_numel));
     return;
   }
-  const at::Tensor source = grad.contiguous().view(-1);
+  const bool is_lazy = grad.is_conj() || grad.is_neg();  // contiguous() leaves such a view as it is
+  const at::Tensor source =
+      (is_lazy ? grad.resolve_conj().resolve_neg() : grad).contiguous().view(-1);
   const bool copies_bytes =
       !accumulate && source.is_cpu() && source.scalar_type() == flat_.scalar_type();
   if (!copies_bytes) {

@@ -4,9 +4,11 @@
 #include <cmath>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/maximum.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "base/range.h"
 #include "fsdp/error.h"
 #include "mesh/work.h"
 #include "shard/storage.h"
@@ -43,6 +45,7 @@ Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
       group_number_(request.input.group_number),
       mesh_info_(std::move(request.mesh_info)),
       streams_(streams),
+      module_path_(std::move(request.module_path)),
       all_reduce_grads_(request.all_reduce_grads),
       require_equal_grads_(request.require_equal_grads),
       partial_output_(std::move(request.partial_output)),
@@ -115,15 +118,29 @@ void Reduction::abandon() noexcept {
   work_.reset();
 }
 
+// Gradients add up. Of flags the larger is kept: whether any of the reductions had a gradient.
+void Reduction::add_partial_output() {
+  const at::Tensor& before = partial_output_.flat;
+  const int64_t num_grads = layout_->flags_offset;
+  output_.narrow(0, 0, num_grads).add_(before.narrow(0, 0, num_grads));
+  const at::Tensor flags = output_.narrow(0, num_grads, layout_->num_flags);
+  flags.copy_(at::maximum(flags, before.narrow(0, num_grads, layout_->num_flags)));
+  for (size_t i = 0; i < has_grad_.size(); ++i) {
+    has_grad_[i] = has_grad_[i] | partial_output_.has_grad[i];
+  }
+  partial_output_ = {};
+}
+
 // Adds up over the replicas; false if the sum is kept for a later reduction instead.
 bool Reduction::all_reduce() {
-  if (partial_output_.flat.defined()) output_.add_(partial_output_.flat);
-  partial_output_ = {};
+  if (require_equal_grads_) check_equal_grads();  // of this shard group, and of this backward
+  if (partial_output_.flat.defined()) add_partial_output();
   if (!all_reduce_grads_) {
-    partial_output_ = {.flat = output_, .layout = layout_};
+    partial_output_ = {.flat = output_, .layout = layout_, .has_grad = has_grad_};
     return false;
   }
   if (output_.numel() == 0) return true;
+  const Range range("FSDP::all_reduce", module_path_);
   streams_.all_reduce.wait(streams_.reduce_scatter);
   const StreamGuard on_all_reduce(streams_.all_reduce);
   const ProcessGroupPtr& group = mesh_info_->mesh->get_group(*mesh_info_->replicate_mesh_dim);
@@ -134,19 +151,35 @@ bool Reduction::all_reduce() {
   return true;
 }
 
+void Reduction::check_equal_grads() const {
+  if (layout_->num_flags == 0) return;
+  const at::Tensor flags =
+      output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+  const float* flag = flags.const_data_ptr<float>();
+  for (size_t i = 0; i < has_grad_.size(); ++i) {
+    const ShardedTensorSpec& spec = *layout_->slots[i].param->spec();
+    FSDP_CHECK(
+        StateError, flag[i] == 0 || flag[i] == flag[layout_->one_flag()],
+        "post_backward: parameter ", describe(spec.fqn, spec.sizes),
+        " has a gradient on some ranks only (on this one: ", has_grad_[i] != 0 ? "yes" : "no",
+        "), and require_equal_gradients is set. Let every rank use the same parameters, or "
+        "leave it out to count missing gradients as zeros.");
+  }
+}
+
 // The flags were reduced like gradients. A device is not waited for unless this rank lacks a
 // gradient that others may have.
 void Reduction::look_at_other_ranks() {
   if (layout_->num_flags == 0) return;
   const bool has_all = std::find(has_grad_.begin(), has_grad_.end(), 0) == has_grad_.end();
-  if (has_all && !require_equal_grads_ && has_streams(output_.device().type())) return;
+  if (require_equal_grads_) check_equal_grads();
+  if (has_all && has_streams(output_.device().type())) return;
   const at::Tensor flags =
       output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
   const float* flag = flags.const_data_ptr<float>();
-  const float all_ranks = flag[layout_->one_flag()];
   const bool sums_exactly =
       output_.scalar_type() == at::kFloat || output_.scalar_type() == at::kDouble;
-  const float number = flag[layout_->group_flag()] / all_ranks;
+  const float number = flag[layout_->group_flag()] / flag[layout_->one_flag()];
   FSDP_CHECK(StateError,
              !sums_exactly || std::abs(number - static_cast<float>(group_number_)) < 0.01F,
              "post_backward: the gradients of the group of ",
@@ -155,16 +188,7 @@ void Reduction::look_at_other_ranks() {
              " were added to those of another group on some rank. Every rank must run the same "
              "modules, forward and backward, in the same order; if ranks use different ones, see "
              "set_reduce_scatter_unused_params().");
-  for (size_t i = 0; i < has_grad_.size(); ++i) {
-    const ShardedTensorSpec& spec = *layout_->slots[i].param->spec();
-    FSDP_CHECK(
-        StateError, !require_equal_grads_ || flag[i] == 0 || flag[i] == all_ranks,
-        "post_backward: parameter ", describe(spec.fqn, spec.sizes),
-        " has a gradient on some ranks only (on this one: ", has_grad_[i] != 0 ? "yes" : "no",
-        "), and require_equal_gradients is set. Let every rank use the same parameters, or "
-        "leave it out to count missing gradients as zeros.");
-    has_grad_[i] = flag[i] != 0 ? 1 : 0;
-  }
+  for (size_t i = 0; i < has_grad_.size(); ++i) has_grad_[i] = flag[i] != 0 ? 1 : 0;
 }
 
 void Reduction::write_sharded_grads(const Stream& stream) {

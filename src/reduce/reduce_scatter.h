@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +17,7 @@ namespace fsdp {
 struct PartialOutput {
   at::Tensor flat;  ///< a chunk of `layout`; undefined: there is none
   std::shared_ptr<const GradLayout> layout;
+  std::vector<char> has_grad;  ///< of each slot, on this rank, in any of them
 };
 
 /// What one group reduces after its backward.
@@ -26,6 +28,7 @@ struct ReduceRequest {
   bool all_reduce_grads = true;      ///< HSDP: false keeps a partial sum for a later reduction
   bool require_equal_grads = false;  ///< throw if only some ranks have a parameter's gradient
   PartialOutput partial_output;      ///< of earlier reductions
+  std::string module_path;           ///< for profilers
 };
 
 struct ReduceStreams {
@@ -78,6 +81,8 @@ class Reduction {
   void start(const DivideFactors& factors);
   bool all_reduce();
   void write_sharded_grads(const Stream& stream);
+  void add_partial_output();
+  void check_equal_grads() const;
   void look_at_other_ranks();
 
   std::shared_ptr<const GradLayout> layout_;
@@ -86,6 +91,7 @@ class Reduction {
   FSDPMeshInfoPtr mesh_info_;
   ReduceStreams streams_;
   DivideFactors factors_;
+  std::string module_path_;
   bool all_reduce_grads_;
   bool require_equal_grads_;
   PartialOutput partial_output_;

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "base/range.h"
 #include "fsdp/error.h"
 #include "schedule/prefetch.h"
 
@@ -66,6 +67,7 @@ void FSDPParamGroup::lazy_init() {
 void FSDPParamGroup::join_root(const std::vector<std::string>& module_paths, int64_t number,
                                std::shared_ptr<CommContext> comm) {
   number_ = number;
+  is_list_ = module_paths.size() > 1;
   module_path_.clear();
   for (const std::string& path : module_paths) {
     module_path_ += (module_path_.empty() ? "" : ", ") + path;
@@ -139,6 +141,7 @@ void FSDPParamGroup::unshard(bool async_op) {
 }
 
 void FSDPParamGroup::start_all_gather(bool async_op) {
+  const Range range("FSDP::all_gather", module_path_);
   const bool overlaps = !async_op && (training_state_ == TrainingState::kForward ||
                                       training_state_ == TrainingState::kPreBackward);
   const Stream compute = comm_->compute_stream();
@@ -162,9 +165,11 @@ void FSDPParamGroup::wait_for_unshard() {
   for (FSDPParam& param : params()) {
     param.sync_requires_grad();
     param.note_unsharded();
+    param.admit_gradients();  // of a use outside of forward
   }
   sharded_params_.drop_post_forward_shards();
   sharded_state_ = ShardedState::kUnsharded;
+  was_unsharded_ = true;
   if (!result.buffer.defined()) return;
 
   Event copied_out = comm_->compute_stream().record();
@@ -320,6 +325,14 @@ void FSDPParamGroup::post_backward() {
   notify(ScheduleEventKind::kPostBackward, has_grads);
 }
 
+bool FSDPParamGroup::has_unreduced_grads() const {
+  const auto& params = sharded_params_.params();
+  return settings_.reduce_grads &&
+         (grads_->has_grads() ||
+          std::any_of(params.begin(), params.end(),
+                      [](const FSDPParam& param) { return param.has_unsharded_grad(); }));
+}
+
 void FSDPParamGroup::keep_unsharded_grads() {
   const at::ScalarType dtype = sharded_params_.reduce_dtype();
   for (FSDPParam& param : params()) param.keep_unsharded_grad(dtype);
@@ -340,21 +353,23 @@ bool FSDPParamGroup::has_partial_output() const {
 // Whether a rank that ran another branch may have gradients where this one has none.
 bool FSDPParamGroup::may_get_grads() const {
   const auto& params = sharded_params_.params();
-  return !post_forward_indices_.empty() &&
-         std::any_of(params.begin(), params.end(),
-                     [](const FSDPParam& param) { return param.sharded_param().requires_grad(); });
+  return was_unsharded_ && std::any_of(params.begin(), params.end(), [](const FSDPParam& param) {
+           return param.sharded_param().requires_grad();
+         });
 }
 
 void FSDPParamGroup::start_reduction() {
   comm_->finish_reductions();
   end_reduction();
+  const Range range("FSDP::post_backward_reduce", module_path_);
   take_unsharded_grads();
   ReduceRequest request{.input = grads_->take(settings_.reduce_scatter_unused_params, number_),
                         .mesh_info = mesh_info_,
                         .divide_factor = settings_.gradient_divide_factor,
                         .all_reduce_grads = settings_.all_reduce_grads,
                         .require_equal_grads = settings_.require_equal_gradients,
-                        .partial_output = std::exchange(partial_reduce_output_, {})};
+                        .partial_output = std::exchange(partial_reduce_output_, {}),
+                        .module_path = module_path_};
   reduced_since_gather_ = true;
   reduction_ = std::make_shared<Reduction>(std::move(request), comm_->reduce_streams());
   comm_->add_reduction(reduction_);
@@ -363,6 +378,7 @@ void FSDPParamGroup::start_reduction() {
 
 void FSDPParamGroup::leave_backward() {
   training_state_ = TrainingState::kIdle;
+  if (is_list_) return;  // a module of the list may still get gradients, with no word before
   for (FSDPParam& param : params()) param.refuse_optimizers();
 }
 

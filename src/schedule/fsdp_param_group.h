@@ -66,6 +66,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Reshards, then starts the reduction of the gradients that are there. After a forward of only
   /// some of the modules that are sharded together, waits for it: more such backwards may come.
   void post_backward();
+  /// Whether gradients wait that are to be reduced in this backward.
+  [[nodiscard]] bool has_unreduced_grads() const;
   /// After the last backward of a step: nothing stays in flight.
   void finalize_backward();
   /// After each backward of the root.
@@ -118,12 +120,14 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   GroupSettings settings_;
   std::string module_path_;
   int64_t number_ = 1;
+  bool is_list_ = false;
   std::shared_ptr<CommContext> comm_;  // its own until join_root
   std::shared_ptr<ScheduleObserver> observer_;
 
   TrainingState training_state_ = TrainingState::kIdle;
   ShardedState sharded_state_ = ShardedState::kSharded;
   bool prefetching_ = false;
+  bool was_unsharded_ = false;  // ever
   std::optional<AllGatherResult> all_gather_result_;
   Event reshard_event_;  // of the copy into the post-forward shard
   std::vector<size_t> post_forward_indices_;

@@ -113,6 +113,7 @@ void copy_out_per_parameter(AllGatherResult& result, ShardedParams& params) {
   for (size_t i = 0; i < params.params().size(); ++i) {
     const FSDPParam& param = params.params()[i];
     const int64_t numel = result.part_bytes[i] / element_bytes;
+    if (numel == 0) continue;
     at::Tensor parts_WN = parts.narrow(1, offset, numel);
     if (parts_WN.scalar_type() != param.flat().compute_dtype()) {
       parts_WN = parts_WN.contiguous().view(param.flat().compute_dtype());

@@ -132,6 +132,38 @@ TEST_P(BranchesTest, CanBeRefused) {
   });
 }
 
+// Promise: reductions that are not all-reduced yet count together: a parameter that every rank used
+// in one of them is equal, and one that only this rank's replica used is not lost.
+TEST_P(BranchesTest, OverSeveralReductionsWithoutAllReduce) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1, 1}, {2, 1}, {1, 2}, {2, 2}}) {
+    run_ranks(static_cast<int>(shape[0] * shape[1]), [&](const ProcessGroupPtr& group) {
+      Branches model;
+      Branches reference;
+      testing::init_parameters(*model);
+      testing::init_parameters(*reference);
+      fully_shard(*model, {.mesh = init_device_mesh(c10::kCPU, shape, {"replicate", "shard"}),
+                           .layout = GetParam(),
+                           .require_equal_gradients = true});
+      for (int r = 0; r < group->getSize(); ++r) {
+        for (const int used : {0, 1}) {
+          (reference->forward(input_of(r), {used}).sum() / group->getSize()).backward();
+        }
+      }
+      model->set_requires_all_reduce(false);
+      model->forward(input_of(group->getRank()), {0}).sum().backward();
+      model->set_requires_all_reduce(true);
+      model->forward(input_of(group->getRank()), {1}).sum().backward();
+      const auto ours = parameters(*model);
+      const auto expected = reference->parameters();
+      for (size_t i = 0; i < ours.size(); ++i) {
+        ASSERT_EQ(ours[i].grad().defined(), expected[i].grad().defined()) << i;
+        if (!expected[i].grad().defined()) continue;
+        EXPECT_TRUE(full_tensor(ours[i].grad()).allclose(expected[i].grad(), 1e-5, 1e-6)) << i;
+      }
+    });
+  }
+}
+
 // A chain of two blocks, each a group; a rank may leave the first one's result out of its loss.
 struct ChainImpl : torch::nn::Module {
   ChainImpl() {
