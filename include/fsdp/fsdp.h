@@ -1,5 +1,6 @@
 #pragma once
 
+#include "fsdp/activation.h"      // IWYU pragma: export
 #include "fsdp/adamw.h"           // IWYU pragma: export
 #include "fsdp/comm_debug.h"      // IWYU pragma: export
 #include "fsdp/device_mesh.h"     // IWYU pragma: export

@@ -16,6 +16,7 @@ class Module;
 namespace fsdp {
 
 class FSDPState;
+struct CheckpointOptions;
 
 /// The tensors found in the arguments or results of a forward, to read and to replace.
 using TensorRefs = c10::SmallVector<at::Tensor*, 8>;
@@ -101,6 +102,13 @@ class FSDPModule {
   [[nodiscard]] const std::shared_ptr<ForwardHooks>& forward_hooks() const {
     return forward_hooks_;
   }
+  /// Used by checkpoint(): forward keeps no activations, as these options say. Null: it keeps them.
+  void set_activation_checkpoint(std::shared_ptr<const CheckpointOptions> options) {
+    activation_checkpoint_ = std::move(options);
+  }
+  [[nodiscard]] const std::shared_ptr<const CheckpointOptions>& activation_checkpoint() const {
+    return activation_checkpoint_;
+  }
   /// The module that this object is.
   [[nodiscard]] virtual torch::nn::Module& as_module() = 0;
 
@@ -112,6 +120,7 @@ class FSDPModule {
 
  private:
   std::shared_ptr<ForwardHooks> forward_hooks_;
+  std::shared_ptr<const CheckpointOptions> activation_checkpoint_;
 };
 
 }  // namespace fsdp

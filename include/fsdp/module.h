@@ -15,6 +15,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include "fsdp/activation.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "fsdp/pytree.h"
@@ -86,45 +87,88 @@ using HookedResult =
                             !std::is_const_v<std::remove_reference_t<R>>),
                        R, OwnedTensorsOf<R>>;
 
-/// Calls `function(args...)` as a forward of `module`, with the hooks around it. For methods other
-/// than forward: `call_as_forward(*block, &BlockImpl::generate, block.get(), x)`.
-///
-/// Without hooks it costs one pointer test. If function, or a hook before it, throws,
-/// forward_threw() is called in place of post_forward() and the exception goes on.
-/// Source: PyTorch 2.13, torch.distributed.fsdp.register_fsdp_forward_method.
-template <class Function, class... A>
-auto call_as_forward(FSDPModule& module, Function&& function, A&&... args)
-    -> HookedResult<std::invoke_result_t<Function&, A...>> {
-  using Result = HookedResult<std::invoke_result_t<Function&, A...>>;
-  static_assert(std::is_invocable_v<Function&, PassedArgument<A>...>,
-                "fsdp: a hooked forward cannot take a non-const reference to tensors: what it "
-                "assigned would be lost. Take Tensor or const Tensor& and return the result, or "
-                "take Tensor*.");
-  if (module.forward_hooks() == nullptr) return std::invoke(function, std::forward<A>(args)...);
+template <class Function>
+struct ForwardAgain;
 
+/// Calls `function(args...)` with the hooks of `module` around it, if it has any, and inside of
+/// them as a checkpoint, if there are options for one.
+template <class Function, class... A>
+auto call_with_hooks(FSDPModule& module, const CheckpointOptions* checkpoint, Function& function,
+                     A&&... args) -> HookedResult<std::invoke_result_t<Function&, A...>> {
+  using Result = HookedResult<std::invoke_result_t<Function&, A...>>;
   const std::shared_ptr<ForwardHooks> hooks = module.forward_hooks();  // forward may set others
   torch::nn::Module& as_module = module.as_module();
   std::tuple<ForwardArgument<A>...> arguments{ForwardArgument<A>{std::forward<A>(args)}...};
   const auto forward = [&](auto&... argument) -> Result {
     TensorRefs inputs, outputs;
     (argument.collect(inputs), ...);
-    hooks->pre_forward(as_module, inputs);
+    if (hooks) hooks->pre_forward(as_module, inputs);
+    std::optional<CheckpointScope> scope;
+    if (checkpoint != nullptr && c10::GradMode::is_enabled()) {
+      using Again =
+          ForwardAgain<std::conditional_t<std::is_function_v<Function>, Function*, Function>>;
+      if constexpr (!std::is_copy_constructible_v<Again>) {
+        throw_not_repeatable(typeid(Function));
+      } else {
+        const Again again{&module, as_module.weak_from_this().lock(), function};
+        scope.emplace(
+            *checkpoint, repeatable_call<Again, PassedArgument<A>...>(again, argument.value...),
+            typeid(Function), !std::is_nothrow_invocable_v<Function&, PassedArgument<A>...>);
+      }
+    }
     if constexpr (std::is_void_v<Result>) {
       std::invoke(function, argument.pass()...);
-      hooks->post_forward(as_module, outputs);
+      scope.reset();
+      if (hooks) hooks->post_forward(as_module, outputs);
     } else {
       Result result = std::invoke(function, argument.pass()...);
+      scope.reset();
       collect_tensors(result, outputs);
-      hooks->post_forward(as_module, outputs);
+      if (hooks) hooks->post_forward(as_module, outputs);
       return result;
     }
   };
   try {
     return std::apply(forward, arguments);
   } catch (...) {  // also what is no std::exception: how a recomputation stops early
-    hooks->forward_threw(as_module);
+    if (hooks) hooks->forward_threw(as_module);
     throw;
   }
+}
+
+/// A checkpointed forward, to be computed again: with the hooks, and no checkpoint. Keeps the
+/// module alive.
+template <class Function>
+struct ForwardAgain {
+  FSDPModule* module;
+  std::shared_ptr<torch::nn::Module> owner;
+  Function function;
+
+  template <class... A>
+  void operator()(A&&... args) {
+    call_with_hooks(*module, /*checkpoint=*/nullptr, function, std::forward<A>(args)...);
+  }
+};
+
+/// Calls `function(args...)` as a forward of `module`, with the hooks around it. For methods other
+/// than forward: `call_as_forward(*block, &BlockImpl::generate, block.get(), x)`.
+///
+/// Without hooks it costs two pointer tests. If function, or a hook before it, throws,
+/// forward_threw() is called in place of post_forward() and the exception goes on. A module that
+/// was given to checkpoint() saves nothing inside of the hooks, and runs them again in backward.
+/// Source: PyTorch 2.13, torch.distributed.fsdp.register_fsdp_forward_method.
+template <class Function, class... A>
+auto call_as_forward(FSDPModule& module, Function&& function, A&&... args)
+    -> HookedResult<std::invoke_result_t<Function&, A...>> {
+  static_assert(std::is_invocable_v<Function&, PassedArgument<A>...>,
+                "fsdp: a hooked forward cannot take a non-const reference to tensors: what it "
+                "assigned would be lost. Take Tensor or const Tensor& and return the result, or "
+                "take Tensor*.");
+  const std::shared_ptr<const CheckpointOptions> checkpoint = module.activation_checkpoint();
+  if (module.forward_hooks() == nullptr && checkpoint == nullptr) {
+    return std::invoke(function, std::forward<A>(args)...);
+  }
+  return call_with_hooks(module, checkpoint.get(), function, std::forward<A>(args)...);
 }
 
 /// Whether M has a forward that takes these arguments.
@@ -140,7 +184,8 @@ struct PlainForward {
 
   template <class... A>
   requires ForwardTakes<M, A...>
-  decltype(auto) operator()(A&&... args) const {
+  decltype(auto) operator()(A&&... args) const
+      noexcept(noexcept(module->M::forward(std::forward<A>(args)...))) {
     return module->M::forward(std::forward<A>(args)...);
   }
 };
@@ -358,7 +403,9 @@ std::shared_ptr<torch::nn::Module> HookedModule<M>::clone(
              ", where a module of the same type was expected that can be moved. Derive the class "
              "from torch::nn::Cloneable of itself.");
   if constexpr (std::is_move_constructible_v<M>) {
-    return std::make_shared<Hooked<M>>(FromCopy{}, std::move(*plain));
+    const auto hooked = std::make_shared<Hooked<M>>(FromCopy{}, std::move(*plain));
+    hooked->set_activation_checkpoint(activation_checkpoint());
+    return hooked;
   } else {
     return nullptr;
   }

@@ -222,7 +222,16 @@ void FSDPState::complete_other_forwards(TensorRefs& outputs) {
 }
 
 void FSDPState::forward_threw(torch::nn::Module&) noexcept {
-  if (in_backward()) return;  // backward ends with this error; the next forward finds it unfinished
+  if (in_backward()) {
+    // Backward ends with this error, and the next forward finds it unfinished; or a recomputation
+    // has stopped early, and the end of backward resets the state.
+    if (num_nested_forwards_ > 0) {
+      --num_nested_forwards_;
+    } else {
+      modules_to_run_.clear();
+    }
+    return;
+  }
   training_state_ = TrainingState::kIdle;
   num_nested_forwards_ = 0;
   modules_to_run_.clear();

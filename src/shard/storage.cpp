@@ -7,6 +7,14 @@
 // The one file that touches StorageImpl's internals: they move between releases of torch.
 
 namespace fsdp {
+namespace {
+
+// Known by its type.
+struct GroupStorage final : c10::StorageImpl {
+  using c10::StorageImpl::StorageImpl;
+};
+
+}  // namespace
 
 void free_storage(const at::Storage& storage, const std::string& access_error) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
@@ -17,11 +25,15 @@ void free_storage(const at::Storage& storage, const std::string& access_error) {
 }
 
 at::Storage make_freed_storage(int64_t bytes, c10::Device device, const std::string& access_error) {
-  at::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+  at::Storage storage(c10::make_intrusive<GroupStorage>(
       c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(bytes), at::DataPtr(nullptr, device),
       c10::GetAllocator(device.type()), /*resizable=*/false));
   free_storage(storage, access_error);
   return storage;
+}
+
+bool is_group_storage(const at::Storage& storage) {
+  return dynamic_cast<const GroupStorage*>(storage.unsafeGetStorageImpl()) != nullptr;
 }
 
 void move_bytes(const at::Storage& from, const at::Storage& to) {

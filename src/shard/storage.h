@@ -18,6 +18,9 @@ void free_storage(const at::Storage& storage, const std::string& access_error);
 [[nodiscard]] at::Storage make_freed_storage(int64_t bytes, c10::Device device,
                                              const std::string& access_error);
 
+/// Whether make_freed_storage() made it: its bytes are a group's, which frees and fills it.
+[[nodiscard]] bool is_group_storage(const at::Storage& storage);
+
 /// Gives a freed storage the bytes of another of the same size, which is left without any.
 /// Streams: the bytes will go back to the allocator on the stream that they were allocated on.
 void move_bytes(const at::Storage& from, const at::Storage& to);
