@@ -170,16 +170,16 @@ void GradBuffer::write(const GradSlot& slot, const at::Tensor& grad, bool accumu
     return;
   }
   const bool is_lazy = grad.is_conj() || grad.is_neg();  // contiguous() leaves such a view as it is
-  const at::Tensor source =
-      (is_lazy ? grad.resolve_conj().resolve_neg() : grad).contiguous().view(-1);
-  const bool copies_bytes =
-      !accumulate && source.is_cpu() && source.scalar_type() == flat_.scalar_type();
+  const bool copies_bytes = !accumulate && !is_lazy && grad.is_cpu() && grad.is_contiguous() &&
+                            grad.scalar_type() == flat_.scalar_type();
   if (!copies_bytes) {
+    const at::Tensor source =
+        (is_lazy ? grad.resolve_conj().resolve_neg() : grad).contiguous().view(-1);
     for (const GradRun& run : slot.runs) write_run(run, source, flat_, accumulate);
     return;
   }
   const auto element_bytes = static_cast<int64_t>(flat_.element_size());
-  const auto* from = static_cast<const char*>(source.const_data_ptr());
+  const auto* from = static_cast<const char*>(grad.const_data_ptr());
   auto* to = static_cast<char*>(flat_.mutable_data_ptr());
   for (const GradRun& run : slot.runs) {
     for (int64_t i = 0; i < run.count; ++i) {

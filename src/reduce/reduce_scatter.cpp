@@ -200,8 +200,7 @@ void Reduction::write_sharded_grads(const Stream& stream) {
   for (size_t i = 0; i < layout_->slots.size(); ++i) {
     if (has_grad_[i] == 0) continue;
     const GradSlot& slot = layout_->slots[i];
-    slot.param->accept_sharded_grad(tensor_over(flat.storage(), orig_dtype, slot.shard_offset,
-                                                local_sizes(*slot.param->spec())));
+    slot.param->accept_sharded_grad(flat, slot.shard_offset);
   }
   post_reduce_ = stream.record();
 }

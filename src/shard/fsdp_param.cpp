@@ -14,6 +14,7 @@ namespace fsdp {
 FSDPParam::FSDPParam(at::Tensor param, std::string name, ShardedTensorSpecPtr spec, FlatParam& flat)
     : name_(std::move(name)),
       spec_(std::move(spec)),
+      local_sizes_(local_sizes(*spec_)),
       flat_(&flat),
       unsharded_param_(std::move(param)) {
   const int64_t rank = spec_->mesh->get_local_rank(spec_->shard_mesh_dim);
@@ -31,13 +32,13 @@ void FSDPParam::set_fqn(const std::string& fqn) {
   spec->fqn = fqn;
   spec->dtype = sharded_param_.scalar_type();
   spec_ = std::move(spec);
-  attach_spec(sharded_param_, spec_);
-  if (sharded_param_.grad().defined()) attach_spec(sharded_param_.grad(), spec_);
+  label_ = make_label(spec_);
+  attach_label(sharded_param_, label_);
+  if (sharded_param_.grad().defined()) attach_label(sharded_param_.grad(), label_);
 }
 
 at::Tensor FSDPParam::part_of_flat_shard() const {
-  return tensor_over(flat_->shard().storage(), flat_->orig_dtype(), shard_offset_,
-                     local_sizes(*spec_));
+  return tensor_over(flat_->shard().storage(), flat_->orig_dtype(), shard_offset_, local_sizes_);
 }
 
 void FSDPParam::set_unsharded_storage() {
@@ -166,14 +167,16 @@ at::Tensor FSDPParam::take_unsharded_grad() {
   return accumulated_grad_.defined() ? std::move(accumulated_grad_) : grad;
 }
 
-void FSDPParam::accept_sharded_grad(const at::Tensor& grad) {
+void FSDPParam::accept_sharded_grad(const at::Tensor& grads, int64_t offset) {
+  const at::Tensor grad = tensor_over(grads.storage(), grads.scalar_type(),
+                                      grads.storage_offset() + offset, local_sizes_);
   at::Tensor& existing = sharded_param_.mutable_grad();
   if (existing.defined()) {
     existing.add_(grad);
   } else {
     existing = grad;
   }
-  attach_spec(existing, spec_);  // autograd may have made the existing one
+  attach_label(existing, label_);  // autograd may have made the existing one
   if (auto* hook = torch::autograd::impl::post_acc_grad_hooks(sharded_param_).get()) {
     (*hook)(sharded_param_);
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -72,14 +73,17 @@ class FSDPParam {
   [[nodiscard]] at::Tensor take_unsharded_grad();
   [[nodiscard]] bool has_unsharded_grad() const;
 
-  /// Sets, or adds to, the sharded parameter's gradient.
-  void accept_sharded_grad(const at::Tensor& grad);
+  /// Sets, or adds to, the sharded parameter's gradient: the elements from `offset` on of `grads`,
+  /// which is contiguous.
+  void accept_sharded_grad(const at::Tensor& grads, int64_t offset);
 
  private:
   [[nodiscard]] at::Tensor part_of_flat_shard() const;
 
   std::string name_;
   ShardedTensorSpecPtr spec_;
+  c10::intrusive_ptr<c10::BackendMeta> label_;  // of spec_
+  std::vector<int64_t> local_sizes_;
   FlatParam* flat_;
   int64_t shard_offset_;
   at::Tensor unsharded_param_;     // the module member's tensor

@@ -13,6 +13,9 @@ using ShardedTensorSpecPtr = std::shared_ptr<const ShardedTensorSpec>;
 
 /// Makes `tensor` carry `spec` (replacing one it had).
 void attach_spec(const at::Tensor& tensor, ShardedTensorSpecPtr spec);
+/// The same in two steps, for a specification that many tensors will carry.
+[[nodiscard]] c10::intrusive_ptr<c10::BackendMeta> make_label(ShardedTensorSpecPtr spec);
+void attach_label(const at::Tensor& tensor, const c10::intrusive_ptr<c10::BackendMeta>& label);
 
 /// The specification of a rank's part of a tensor of `sizes`, cut along `shard_dim` (not negative)
 /// on its own, as torch.chunk does.

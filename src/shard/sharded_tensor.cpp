@@ -41,7 +41,15 @@ Blocks blocks_of(const ShardedTensorSpec& spec) {
 }  // namespace
 
 void attach_spec(const at::Tensor& tensor, ShardedTensorSpecPtr spec) {
-  tensor.unsafeGetTensorImpl()->set_backend_meta(c10::make_intrusive<SpecMeta>(std::move(spec)));
+  attach_label(tensor, make_label(std::move(spec)));
+}
+
+c10::intrusive_ptr<c10::BackendMeta> make_label(ShardedTensorSpecPtr spec) {
+  return c10::make_intrusive<SpecMeta>(std::move(spec));
+}
+
+void attach_label(const at::Tensor& tensor, const c10::intrusive_ptr<c10::BackendMeta>& label) {
+  tensor.unsafeGetTensorImpl()->set_backend_meta(label);
 }
 
 const ShardedTensorSpec* spec_of(const at::Tensor& tensor) {

@@ -11,8 +11,7 @@
 #include "support/models.h"
 #include "support/training.h"
 
-// What CommDebugMode counts, and with it how many collectives a step takes (the tables of FSDP2's
-// own tests, TestFullyShardCommunication).
+// What CommDebugMode counts. The tables of FSDP2's own tests are in tests/reference.
 
 namespace fsdp {
 namespace {
@@ -38,63 +37,6 @@ at::Tensor loss_of(Transformer& model) {
 
 class CommunicationCount : public testing::LayoutTest {};
 FSDP_BOTH_LAYOUTS(CommunicationCount);
-
-struct Row {
-  std::string name;
-  ReshardAfterForward reshard_after_forward;
-  int64_t backward_kinds;
-  int64_t backward_all_gathers;
-};
-
-// Promise: test_fully_shard_communication_count. One all-gather for each group in forward; in
-// backward one more where forward has freed, and one reduce-scatter for each group.
-TEST_P(CommunicationCount, IsOneForEachGroup) {
-  const std::vector<Row> table{{"true", true, 2, kNumBlocks + 1},
-                               {"2", int64_t{2}, 2, kNumBlocks + 1},
-                               {"false", false, 1, 0},
-                               {"unset", {}, 2, kNumBlocks}};  // the root stays unsharded
-  for (const Row& row : table) {
-    SCOPED_TRACE("reshard_after_forward " + row.name);
-    run_ranks(kWorldSize, [&](const ProcessGroupPtr&) {
-      Transformer model =
-          sharded_model({.reshard_after_forward = row.reshard_after_forward, .layout = GetParam()});
-      for (int step = 0; step < 2; ++step) {
-        CommDebugMode forward;
-        const at::Tensor loss = loss_of(model);
-        EXPECT_EQ(forward.num_kinds(), 1);
-        EXPECT_EQ(forward.count(kAllGather), kNumBlocks + 1);
-        EXPECT_EQ(forward.total(), kNumBlocks + 1);
-
-        CommDebugMode backward;
-        loss.backward();
-        EXPECT_EQ(backward.num_kinds(), row.backward_kinds);
-        EXPECT_EQ(backward.count(kAllGather), row.backward_all_gathers);
-        EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
-        EXPECT_EQ(backward.total(), row.backward_all_gathers + kNumBlocks + 1);
-      }
-    });
-  }
-}
-
-// Promise: test_manual_reshard_with_reshard_after_forward_false: what was resharded by hand after
-// forward is gathered in backward.
-TEST_P(CommunicationCount, GathersAgainWhatWasReshardedByHand) {
-  run_ranks(kWorldSize, [&](const ProcessGroupPtr&) {
-    Transformer model = sharded_model({.reshard_after_forward = false, .layout = GetParam()});
-    CommDebugMode forward;
-    const at::Tensor loss = loss_of(model);
-    EXPECT_EQ(forward.num_kinds(), 1);
-    EXPECT_EQ(forward.count(kAllGather), kNumBlocks + 1);
-
-    for (auto& block : model->blocks) block->reshard();
-    model->reshard();
-    CommDebugMode backward;
-    loss.backward();
-    EXPECT_EQ(backward.num_kinds(), 2);
-    EXPECT_EQ(backward.count(kAllGather), kNumBlocks + 1);
-    EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
-  });
-}
 
 // Promise: over a mesh that also replicates, one all-reduce follows each reduce-scatter; without
 // set_requires_all_reduce none does.

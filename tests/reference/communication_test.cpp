@@ -1,0 +1,96 @@
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+
+#include "fsdp/comm_debug.h"
+#include "fsdp/fully_shard.h"
+#include "reference/world.h"
+#include "support/layouts.h"
+#include "support/models.h"
+#include "support/training.h"
+
+// Class Communication of the reference suite: how many collectives a step takes.
+
+namespace fsdp {
+namespace {
+
+using testing::run_world;
+using testing::Transformer;
+
+constexpr const char* kAllGather = "_allgather_base_";
+constexpr const char* kReduceScatter = "_reduce_scatter_base_";
+constexpr int kWorldSize = 4;
+constexpr int64_t kNumBlocks = 2;
+
+Transformer sharded_model(const FullyShardOptions& options) {
+  Transformer model = testing::make_model({.num_layers = kNumBlocks});
+  for (auto& block : model->blocks) fully_shard(*block, options);
+  fully_shard(*model, options);
+  return model;
+}
+
+at::Tensor loss_of(Transformer& model) {
+  return model(at::ones({2, 16}, at::kLong)).square().mean();
+}
+
+class Communication : public testing::LayoutTest {};
+FSDP_BOTH_LAYOUTS(Communication);
+
+struct Row {
+  std::string name;
+  ReshardAfterForward reshard_after_forward;
+  int64_t backward_kinds;
+  int64_t backward_all_gathers;
+};
+
+// Promise: one all-gather for each group in forward; in
+// backward one more where forward has freed, and one reduce-scatter for each group.
+TEST_P(Communication, test_fully_shard_communication_count) {
+  const std::vector<Row> table{{"true", true, 2, kNumBlocks + 1},
+                               {"2", int64_t{2}, 2, kNumBlocks + 1},
+                               {"false", false, 1, 0},
+                               {"unset", {}, 2, kNumBlocks}};  // the root stays unsharded
+  for (const Row& row : table) {
+    SCOPED_TRACE("reshard_after_forward " + row.name);
+    run_world(kWorldSize, [&](const ProcessGroupPtr&) {
+      Transformer model =
+          sharded_model({.reshard_after_forward = row.reshard_after_forward, .layout = GetParam()});
+      for (int step = 0; step < 2; ++step) {
+        CommDebugMode forward;
+        const at::Tensor loss = loss_of(model);
+        EXPECT_EQ(forward.num_kinds(), 1);
+        EXPECT_EQ(forward.count(kAllGather), kNumBlocks + 1);
+        EXPECT_EQ(forward.total(), kNumBlocks + 1);
+
+        CommDebugMode backward;
+        loss.backward();
+        EXPECT_EQ(backward.num_kinds(), row.backward_kinds);
+        EXPECT_EQ(backward.count(kAllGather), row.backward_all_gathers);
+        EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
+        EXPECT_EQ(backward.total(), row.backward_all_gathers + kNumBlocks + 1);
+      }
+    });
+  }
+}
+
+// Promise: what was resharded by hand after
+// forward is gathered in backward.
+TEST_P(Communication, test_manual_reshard_with_reshard_after_forward_false) {
+  run_world(kWorldSize, [&](const ProcessGroupPtr&) {
+    Transformer model = sharded_model({.reshard_after_forward = false, .layout = GetParam()});
+    CommDebugMode forward;
+    const at::Tensor loss = loss_of(model);
+    EXPECT_EQ(forward.num_kinds(), 1);
+    EXPECT_EQ(forward.count(kAllGather), kNumBlocks + 1);
+
+    for (auto& block : model->blocks) block->reshard();
+    model->reshard();
+    CommDebugMode backward;
+    loss.backward();
+    EXPECT_EQ(backward.num_kinds(), 2);
+    EXPECT_EQ(backward.count(kAllGather), kNumBlocks + 1);
+    EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
+  });
+}
+
+}  // namespace
+}  // namespace fsdp
