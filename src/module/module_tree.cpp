@@ -34,9 +34,4 @@ void for_each_module(torch::nn::Module& root,
   visit_tree("", root, visited, visit);
 }
 
-std::string join_path(const std::string& prefix, const std::string& name) {
-  if (prefix.empty()) return name;
-  return name.empty() ? prefix : prefix + "." + name;
-}
-
 }  // namespace fsdp

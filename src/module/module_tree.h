@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
+#include "base/path.h"
+
 namespace fsdp {
 
 using ParameterDict = torch::OrderedDict<std::string, at::Tensor>;
@@ -17,8 +19,5 @@ using ParameterDict = torch::OrderedDict<std::string, at::Tensor>;
 /// `visit` gets the path from the root ("" for the root).
 void for_each_module(torch::nn::Module& root,
                      const std::function<void(const std::string&, torch::nn::Module&)>& visit);
-
-/// "a" and "b" give "a.b"; an empty part is left out.
-[[nodiscard]] std::string join_path(const std::string& prefix, const std::string& name);
 
 }  // namespace fsdp

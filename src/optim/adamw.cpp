@@ -13,6 +13,7 @@
 #include <torch/serialize/archive.h>
 
 #include "fsdp/error.h"
+#include "shard/shard_range.h"
 #include "shard/sharded_spec.h"
 #include "shard/storage.h"
 
@@ -310,7 +311,7 @@ void AdamW::lay_out(const std::vector<at::Tensor>& params, StateKind kind) {
   for (const at::Tensor& param : params) {
     offsets.push_back(numel);
     const int64_t end = numel + (is_step ? 1 : param.numel());
-    numel = (end + alignment - 1) / alignment * alignment;
+    numel = round_up(end, alignment);
   }
   const at::Tensor buffer = at::zeros({numel}, options);
   for (size_t i = 0; i < params.size(); ++i) {

@@ -4,11 +4,10 @@
 #include <cstring>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 
-#include "base/stream.h"
 #include "fsdp/error.h"
+#include "shard/shard_range.h"
 
 namespace fsdp {
 namespace {
@@ -55,11 +54,12 @@ void write_run(const GradRun& run, const at::Tensor& grad, const at::Tensor& fla
 GradBuffer::GradBuffer(ShardedParams& params, int64_t shard_size, int64_t num_ranks)
     : params_(params), num_chunks_(shard_size), has_flags_(num_ranks > 1) {}
 
-bool GradBuffer::is_current(const GradLayout& layout) const {
-  for (const FSDPParam& param : params_.params()) {
-    if (!param.sharded_param().requires_grad()) continue;
-    const auto& flats = layout.flats;
-    if (std::find(flats.begin(), flats.end(), &param.flat()) == flats.end()) return false;
+// Whether every parameter that requires grad has its place in the layout.
+bool GradBuffer::layout_is_current() const {
+  if (!layout_) return false;
+  const auto& params = params_.params();
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (params[i].sharded_param().requires_grad() && slot_of_[i] < 0) return false;
   }
   return true;
 }
@@ -93,7 +93,7 @@ std::shared_ptr<const GradLayout> GradBuffer::make_layout() const {
   }
   layout->num_flags = has_flags_ ? layout->group_flag() + 1 : 0;
   const int64_t used = offset + layout->num_flags;
-  layout->chunk_numel = (used + kChunkAlignment - 1) / kChunkAlignment * kChunkAlignment;
+  layout->chunk_numel = round_up(used, kChunkAlignment);
   const int64_t chunk = layout->chunk_numel;
   if (used < chunk) {
     layout->padding.push_back({.source = 0,
@@ -131,7 +131,7 @@ std::shared_ptr<const GradLayout> GradBuffer::make_layout() const {
 }
 
 void GradBuffer::allocate() {
-  if (!layout_ || !is_current(*layout_)) {
+  if (!layout_is_current()) {
     layout_ = make_layout();
     slot_of_.assign(params_.params().size(), -1);
     for (size_t i = 0; i < layout_->slots.size(); ++i) {

@@ -77,7 +77,7 @@ class GradBuffer {
 
  private:
   void allocate();
-  [[nodiscard]] bool is_current(const GradLayout& layout) const;
+  [[nodiscard]] bool layout_is_current() const;
   [[nodiscard]] std::shared_ptr<const GradLayout> make_layout() const;
   void write(const GradSlot& slot, const at::Tensor& grad, bool accumulate);
   void write_flags(int64_t group_number);

@@ -151,10 +151,14 @@ bool Reduction::all_reduce() {
   return true;
 }
 
+// On the host, which waits for them.
+at::Tensor Reduction::reduced_flags() const {
+  return output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+}
+
 void Reduction::check_equal_grads() const {
   if (layout_->num_flags == 0) return;
-  const at::Tensor flags =
-      output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+  const at::Tensor flags = reduced_flags();
   const float* flag = flags.const_data_ptr<float>();
   for (size_t i = 0; i < has_grad_.size(); ++i) {
     const ShardedTensorSpec& spec = *layout_->slots[i].param->spec();
@@ -174,8 +178,7 @@ void Reduction::look_at_other_ranks() {
   const bool has_all = std::find(has_grad_.begin(), has_grad_.end(), 0) == has_grad_.end();
   if (require_equal_grads_) check_equal_grads();
   if (has_all && has_streams(output_.device().type())) return;
-  const at::Tensor flags =
-      output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+  const at::Tensor flags = reduced_flags();
   const float* flag = flags.const_data_ptr<float>();
   const bool sums_exactly =
       output_.scalar_type() == at::kFloat || output_.scalar_type() == at::kDouble;

@@ -82,6 +82,7 @@ class Reduction {
   bool all_reduce();
   void write_sharded_grads(const Stream& stream);
   void add_partial_output();
+  [[nodiscard]] at::Tensor reduced_flags() const;
   void check_equal_grads() const;
   void look_at_other_ranks();
 

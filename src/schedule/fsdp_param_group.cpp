@@ -305,14 +305,13 @@ void FSDPParamGroup::post_backward() {
   const c10::NoGradGuard no_grad;
   const bool forward_is_incomplete = training_state_ == TrainingState::kForward;
   training_state_ = TrainingState::kPostBackward;
-  bool has_grads =
-      grads_->has_grads() || (settings_.all_reduce_grads && has_partial_output()) ||
-      (settings_.reduce_scatter_unused_params && settings_.reduce_grads && may_get_grads());
   for (FSDPParam& param : params()) {
     param.admit_gradients();
     param.accumulate_unsharded_grad();
-    has_grads = has_grads || param.has_unsharded_grad();
   }
+  const bool has_grads =
+      has_unsharded_grads() || (settings_.all_reduce_grads && has_partial_output()) ||
+      (settings_.reduce_scatter_unused_params && settings_.reduce_grads && may_get_grads());
   if (settings_.reshard_after_backward) reshard();
   if (has_grads) {
     if (settings_.reduce_grads) {
@@ -325,12 +324,15 @@ void FSDPParamGroup::post_backward() {
   notify(ScheduleEventKind::kPostBackward, has_grads);
 }
 
-bool FSDPParamGroup::has_unreduced_grads() const {
+bool FSDPParamGroup::has_unsharded_grads() const {
   const auto& params = sharded_params_.params();
-  return settings_.reduce_grads &&
-         (grads_->has_grads() ||
-          std::any_of(params.begin(), params.end(),
-                      [](const FSDPParam& param) { return param.has_unsharded_grad(); }));
+  return grads_->has_grads() ||
+         std::any_of(params.begin(), params.end(),
+                     [](const FSDPParam& param) { return param.has_unsharded_grad(); });
+}
+
+bool FSDPParamGroup::has_unreduced_grads() const {
+  return settings_.reduce_grads && has_unsharded_grads();
 }
 
 void FSDPParamGroup::keep_unsharded_grads() {

@@ -108,6 +108,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void record_post_forward();
   void keep_unsharded_grads();
   void take_unsharded_grads();
+  [[nodiscard]] bool has_unsharded_grads() const;
   [[nodiscard]] bool may_get_grads() const;
   [[nodiscard]] bool has_partial_output() const;
   void start_reduction();

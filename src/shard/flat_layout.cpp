@@ -3,16 +3,14 @@
 #include <algorithm>
 #include <numeric>
 
+#include "shard/shard_range.h"
+
 namespace fsdp {
 namespace {
 
 constexpr int64_t kAlignmentBytes = 64;  // a cache line; the widest vector registers
 constexpr int64_t kNegligibleBytes = 4096;
 constexpr int64_t kNegligiblePart = 100;  // one part in so many
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 int64_t total_numel(std::span<const FlatExtent> extents) {
   int64_t total = 0;

@@ -18,8 +18,8 @@ FSDPParam::FSDPParam(at::Tensor param, std::string name, ShardedTensorSpecPtr sp
       flat_(&flat),
       unsharded_param_(std::move(param)) {
   const int64_t rank = spec_->mesh->get_local_rank(spec_->shard_mesh_dim);
-  shard_offset_ = std::max<int64_t>(spec_->flat_start - rank * spec_->shard_numel, 0);
-  if (shard_offset_ > spec_->shard_numel) shard_offset_ = spec_->shard_numel;
+  shard_offset_ =
+      std::clamp<int64_t>(spec_->flat_start - rank * spec_->shard_numel, 0, spec_->shard_numel);
   const bool requires_grad = unsharded_param_.requires_grad();
   sharded_param_ = part_of_flat_shard();
   sharded_param_.copy_(
@@ -55,14 +55,14 @@ bool FSDPParam::is_on_flat_shard() const {
   return sharded_param_.storage().is_alias_of(flat_->shard().storage()) &&
          sharded_param_.storage_offset() == shard_offset_ &&
          sharded_param_.scalar_type() == flat_->orig_dtype() &&
-         has_local_sizes(*spec_, sharded_param_.sizes());
+         sharded_param_.sizes() == at::IntArrayRef(local_sizes_);
 }
 
 void FSDPParam::check_local_shape() const {
-  FSDP_CHECK(StateError, has_local_sizes(*spec_, sharded_param_.sizes()),
+  FSDP_CHECK(StateError, sharded_param_.sizes() == at::IntArrayRef(local_sizes_),
              "unshard: the sharded parameter ", describe(spec_->fqn, spec_->sizes),
              " was replaced by a tensor of shape ", sharded_param_.sizes(),
-             ", expected this rank's part, ", at::IntArrayRef(local_sizes(*spec_)),
+             ", expected this rank's part, ", at::IntArrayRef(local_sizes_),
              ". A whole tensor must be cut first: distribute_tensor(tensor, sharded_parameter).");
 }
 

@@ -15,6 +15,11 @@ struct ShardRange {
 [[nodiscard]] ShardRange shard_range(int64_t num_rows, int64_t world_size, int64_t rank);
 [[nodiscard]] int64_t chunk_rows(int64_t num_rows, int64_t world_size);
 
+/// The smallest multiple of `multiple` that is not less than `value`.
+[[nodiscard]] inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 /// The rows of a parameter that lie in the part of `rank` of a flat buffer, of which rank r owns
 /// the elements [r * shard_numel, (r + 1) * shard_numel). The parameter begins at element `start`;
 /// no boundary cuts one of its rows of `row_numel` elements. Rows without elements are rank 0's.

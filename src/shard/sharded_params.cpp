@@ -7,8 +7,10 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include "base/path.h"
 #include "fsdp/error.h"
 #include "shard/flat_layout.h"
+#include "shard/shard_range.h"
 #include "shard/storage.h"
 
 namespace fsdp {
@@ -18,10 +20,6 @@ constexpr int64_t kStorageAlignment = 256;  // of each flat parameter in the gro
 constexpr size_t kMaxNamedParams = 8;       // in one message
 
 bool cuts_rows(const ParamToShard& param) { return param.shard_dim == 0; }
-
-std::string join(const std::string& module_path, const std::string& name) {
-  return module_path.empty() ? name : module_path + "." + name;
-}
 
 }  // namespace
 
@@ -98,7 +96,7 @@ void ShardedParams::cut_flat(const std::vector<ParamToShard>& params,
 
 void ShardedParams::set_fqns(const std::vector<std::string>& module_paths) {
   for (size_t i = 0; i < params_.size(); ++i) {
-    params_[i].set_fqn(join(module_paths[module_of_[i]], params_[i].name()));
+    params_[i].set_fqn(join_path(module_paths[module_of_[i]], params_[i].name()));
   }
   describe_access_errors();
 }
@@ -158,7 +156,7 @@ void ShardedParams::init_dtypes(const MixedPrecisionPolicy& policy) {
     offsets.push_back(bytes / element_bytes);
     if (layout_ == Layout::kFlat) {
       bytes += flats_[i]->unsharded_numel() * element_bytes;
-      bytes = (bytes + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment;
+      bytes = round_up(bytes, kStorageAlignment);
     }
   }
   if (layout_ == Layout::kFlat) {

@@ -31,8 +31,6 @@ void attach_label(const at::Tensor& tensor, const c10::intrusive_ptr<c10::Backen
 
 /// The shape of this rank's part.
 [[nodiscard]] std::vector<int64_t> local_sizes(const ShardedTensorSpec& spec);
-/// Whether `sizes` is local_sizes(spec).
-[[nodiscard]] bool has_local_sizes(const ShardedTensorSpec& spec, at::IntArrayRef sizes);
 /// Elements of one index of the first dimension.
 [[nodiscard]] int64_t row_numel(at::IntArrayRef sizes);
 /// The name and shape in an error message: "'layers.0.wq.weight' of shape [4, 2]".

@@ -110,15 +110,6 @@ std::vector<int64_t> local_sizes(const ShardedTensorSpec& spec) {
   return sizes;
 }
 
-bool has_local_sizes(const ShardedTensorSpec& spec, at::IntArrayRef sizes) {
-  if (sizes.size() != spec.sizes.size()) return false;
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    const bool is_cut = static_cast<int64_t>(dim) == spec.shard_dim;
-    if (sizes[dim] != (is_cut ? spec.num_rows : spec.sizes[dim])) return false;
-  }
-  return true;
-}
-
 int64_t row_numel(at::IntArrayRef sizes) { return numel(sizes.slice(1)); }
 
 std::string describe(const std::string& fqn, at::IntArrayRef sizes) {
@@ -185,9 +176,9 @@ at::Tensor full_tensor(const at::Tensor& tensor) {
   const ShardedTensorSpec* spec = spec_of(tensor);
   if (spec == nullptr) return tensor;
   const c10::NoGradGuard no_grad;
-  FSDP_CHECK(StateError, has_local_sizes(*spec, tensor.sizes()), "full_tensor: the local part of ",
-             describe(spec->fqn, spec->sizes), " has shape ", tensor.sizes(), ", expected ",
-             at::IntArrayRef(local_sizes(*spec)),
+  FSDP_CHECK(StateError, tensor.sizes() == at::IntArrayRef(local_sizes(*spec)),
+             "full_tensor: the local part of ", describe(spec->fqn, spec->sizes), " has shape ",
+             tensor.sizes(), ", expected ", at::IntArrayRef(local_sizes(*spec)),
              ". Pass a parameter or gradient of a sharded module as it is, not a view of it.");
   const int64_t world_size = spec->mesh->size(spec->shard_mesh_dim);
   const int64_t part_numel = std::min(spec->shard_numel, numel(spec->sizes));

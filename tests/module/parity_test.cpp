@@ -11,6 +11,7 @@ namespace fsdp {
 namespace {
 
 using testing::OptimizerKind;
+using testing::shard_blocks_and_root;
 using testing::TrainingLog;
 using testing::TrainingOptions;
 using testing::Transformer;
@@ -27,11 +28,6 @@ TrainingOptions uneven_options(int64_t num_layers, OptimizerKind optimizer) {
                     .ffn_dim = 17,
                     .weight_tying = num_layers == 2},
           .optimizer = optimizer};
-}
-
-void shard_blocks_and_root(Transformer& model, const FullyShardOptions& options) {
-  for (auto& block : model->blocks) fully_shard(*block, options);
-  fully_shard(*model, options);
 }
 
 // The largest |a - b| / (1 + |b|) of all elements, and which tensor has it.

@@ -30,8 +30,7 @@ TrainingOptions small_options() {
 
 Transformer sharded_model(const TrainingOptions& options, const FullyShardOptions& shard) {
   Transformer model = testing::make_model(options.model);
-  for (auto& block : model->blocks) fully_shard(*block, shard);
-  fully_shard(*model, shard);
+  testing::shard_blocks_and_root(model, shard);
   return model;
 }
 

@@ -23,8 +23,7 @@ constexpr int64_t kNumBlocks = 2;
 
 Transformer sharded_model(const FullyShardOptions& options) {
   Transformer model = testing::make_model({.num_layers = kNumBlocks});
-  for (auto& block : model->blocks) fully_shard(*block, options);
-  fully_shard(*model, options);
+  testing::shard_blocks_and_root(model, options);
   return model;
 }
 

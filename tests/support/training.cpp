@@ -32,6 +32,11 @@ Transformer make_model(const TransformerOptions& options, uint64_t seed) {
   return model;
 }
 
+void shard_blocks_and_root(Transformer& model, const FullyShardOptions& options) {
+  for (auto& block : model->blocks) fully_shard(*block, options);
+  fully_shard(*model, options);
+}
+
 at::Tensor batch_of_step(const TrainingOptions& options, int step) {
   at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(1000 + step);
   // Half of the vocabulary only, in runs: something to learn in ten steps.

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include "fsdp/fully_shard.h"
 #include "fsdp/process_group.h"
 #include "support/models.h"
 
@@ -33,6 +34,9 @@ struct TrainingLog {
 
 /// A model with the weights that belong to `seed`, the same on every call. Not sharded.
 Transformer make_model(const TransformerOptions& options, uint64_t seed = 42);
+
+/// Shards each block, then the model.
+void shard_blocks_and_root(Transformer& model, const FullyShardOptions& options);
 
 /// The tokens of one step, [batch_size, seq_len + 1], the same on every call.
 at::Tensor batch_of_step(const TrainingOptions& options, int step);
