@@ -9,6 +9,8 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/RankLocal.hpp>
 
+#include "base/record_inputs.h"
+
 namespace fsdp {
 
 /// The modes of one rank's thread, and what the observer that they share has seen. A callback of
@@ -28,17 +30,6 @@ struct CommObserver {
 namespace {
 
 constexpr std::string_view kNamespace = "c10d::";
-
-// RecordFunction::inputs(), which asserts in a debug build what only a debug build of libtorch
-// sets. An explicit instantiation may name a private member.
-template <auto kInputs>
-struct InputsOf {
-  friend c10::ArrayRef<const c10::IValue> inputs_of(const at::RecordFunction& record) {
-    return record.*kInputs;
-  }
-};
-c10::ArrayRef<const c10::IValue> inputs_of(const at::RecordFunction& record);
-template struct InputsOf<&at::RecordFunction::inputs_>;
 
 int64_t bytes_of(const c10::IValue& value) {
   if (value.isTensor()) {
