@@ -46,7 +46,9 @@ struct Access {
   std::string operation;  ///< the operator, "allocation", "host read", ...
   bool is_write = false;
   std::string stream;  ///< "npu:0 stream 3", "host"
-  std::string place;   ///< the ranges open at the call: "FSDP::all_gather (layers.0)"
+  /// The innermost range (record_function) at the call, "FSDP::all_gather (layers.0)", or the last
+  /// one before it: "after FSDP::pre_forward (layers.0)" is the module's own computation.
+  std::string place;
   std::string thread;  ///< its name: "rank 1"
 };
 
@@ -94,7 +96,7 @@ void empty_cache();
 /// Waits for all work on a device, as the calling thread.
 void synchronize(int device_index = 0);
 
-/// One piece of work that was put on a stream.
+/// One piece of work that was put on a stream, or, as "host waits", a thread's wait for a stream.
 struct Launch {
   std::string operation;
   std::string stream;
@@ -111,7 +113,8 @@ class Trace {
   Trace& operator=(const Trace&) = delete;
 
   [[nodiscard]] std::vector<Launch> launches() const;
-  /// Whether `second` cannot begin before `first` has ended; both are places in launches().
+  /// Whether `second` cannot begin before `first` has ended; both are places in launches(), and
+  /// `first` is no wait of the host.
   [[nodiscard]] bool is_ordered(size_t first, size_t second) const;
 
  private:

@@ -133,6 +133,7 @@ std::shared_ptr<const GradLayout> GradBuffer::make_layout() const {
 void GradBuffer::allocate() {
   if (!layout_is_current()) {
     layout_ = make_layout();
+    full_flags_.reset();
     slot_of_.assign(params_.params().size(), -1);
     for (size_t i = 0; i < layout_->slots.size(); ++i) {
       slot_of_[layout_->slots[i].param - params_.params().data()] = static_cast<int64_t>(i);
@@ -189,16 +190,30 @@ void GradBuffer::write(const GradSlot& slot, const at::Tensor& grad, bool accumu
   }
 }
 
-void GradBuffer::write_flags(int64_t group_number) {
-  if (layout_->num_flags == 0) return;
-  const at::Tensor flags_WP = flat_.view({layout_->num_chunks, layout_->chunk_numel})
-                                  .narrow(1, layout_->flags_offset, layout_->num_flags);
+at::Tensor GradBuffer::make_flags(int64_t group_number) const {
   at::Tensor flags = at::empty({layout_->num_flags}, at::kFloat);
   auto* flag = flags.mutable_data_ptr<float>();
   std::copy(has_grad_.begin(), has_grad_.end(), flag);
   flag[layout_->one_flag()] = 1;
   flag[layout_->group_flag()] = static_cast<float>(group_number);
-  flags_WP.copy_(flags);
+  return flags.to(flat_.options());
+}
+
+void GradBuffer::write_flags(int64_t group_number) {
+  if (layout_->num_flags == 0) return;
+  const at::Tensor flags_WP = flat_.view({layout_->num_chunks, layout_->chunk_numel})
+                                  .narrow(1, layout_->flags_offset, layout_->num_flags);
+  if (std::find(has_grad_.begin(), has_grad_.end(), 0) != has_grad_.end()) {
+    flags_WP.copy_(make_flags(group_number));
+    return;
+  }
+  // The usual case. These are kept: for a copy from the host it would wait for the device.
+  if (!full_flags_.defined() || full_flags_.scalar_type() != flat_.scalar_type() ||
+      full_flags_number_ != group_number) {
+    full_flags_ = make_flags(group_number);
+    full_flags_number_ = group_number;
+  }
+  flags_WP.copy_(full_flags_);
 }
 
 ReduceInput GradBuffer::take(bool all, int64_t group_number) {

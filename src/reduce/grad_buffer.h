@@ -81,6 +81,7 @@ class GradBuffer {
   [[nodiscard]] std::shared_ptr<const GradLayout> make_layout() const;
   void write(const GradSlot& slot, const at::Tensor& grad, bool accumulate);
   void write_flags(int64_t group_number);
+  [[nodiscard]] at::Tensor make_flags(int64_t group_number) const;
 
   ShardedParams& params_;
   int64_t num_chunks_;

@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 
 // The one file that touches StorageImpl's internals: they move between releases of torch.
@@ -49,6 +50,7 @@ void move_bytes(const at::Storage& from, const at::Storage& to) {
 void allocate_storage(const at::Storage& storage) {
   if (is_allocated(storage)) return;
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  const c10::DeviceGuard on_device(impl->device());
   at::DataPtr bytes = c10::GetAllocator(impl->device_type())->allocate(impl->nbytes());
   impl->clear_data_ptr_access_error_msg_();
   impl->set_data_ptr_noswap(std::move(bytes));

@@ -158,8 +158,10 @@ void follow_ranges() {
             return std::make_unique<RangeContext>();
           },
           [](const at::RecordFunction& range, at::ObserverContext* context) {
-            auto& ranges = machine().host().ranges;
-            if (context != nullptr && !ranges.empty()) ranges.pop_back();
+            HostThread& thread = machine().host();
+            if (context == nullptr || thread.ranges.empty()) return;
+            thread.last_range = std::move(thread.ranges.back());
+            thread.ranges.pop_back();
           })
           .scopes({at::RecordScope::USER_SCOPE}));
 }

@@ -456,7 +456,8 @@ void copy_on_device(const Tensor& source, const Tensor& target) {
   machine.wait(target_stream, stream);
 }
 
-// Pageable memory is read at the call, pinned memory when the copy runs.
+// Pageable memory is read at the call, pinned memory when the copy runs. As with CUDA, a copy that may
+// block waits for the stream whatever the memory is.
 void copy_to_device(const Tensor& source, const Tensor& target, bool non_blocking) {
   Machine& machine = Machine::get();
   StreamState& stream = stream_of(target.device());
@@ -470,7 +471,7 @@ void copy_to_device(const Tensor& source, const Tensor& target, bool non_blockin
     const KernelMode mode;
     to.copy_(from);
   });
-  if (pinned && !non_blocking) machine.synchronize(stream);
+  if (!non_blocking) machine.synchronize(stream);
 }
 
 // Only a copy to pinned memory lets the host go on.

@@ -23,6 +23,13 @@ std::string name_of(const c10::Stream& stream) {
   throw RaceError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, race.describe());
 }
 
+Launch to_launch(const Access& access) {
+  return {.operation = access.operation,
+          .stream = access.stream,
+          .place = access.place,
+          .thread = access.thread};
+}
+
 std::string name_of_thread() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof(name));
@@ -127,7 +134,11 @@ std::shared_ptr<Access> Machine::describe(std::string_view operation, std::strin
   who->operation = operation;
   who->stream = std::move(stream_name);
   who->thread = thread.name;
-  if (!thread.ranges.empty()) who->place = thread.ranges.back();
+  if (!thread.ranges.empty()) {
+    who->place = thread.ranges.back();
+  } else if (!thread.last_range.empty()) {
+    who->place = "after " + thread.last_range;
+  }
   return who;
 }
 
@@ -166,11 +177,7 @@ void Machine::note_launch(StreamState& stream, std::string_view operation,
     }
   }
   for (const auto& log : logs_) {
-    log->entries.push_back({Launch{.operation = who->operation,
-                                   .stream = who->stream,
-                                   .place = who->place,
-                                   .thread = who->thread},
-                            moment, stream.clock});
+    log->entries.push_back({to_launch(*who), moment, stream.clock});
   }
 }
 
@@ -257,8 +264,12 @@ void Machine::run_queued(StreamState& stream) {
   run_until(stream, stream.num_queued);
 }
 
-void Machine::learn(const VectorClock& clock) {
+void Machine::learn(const VectorClock& clock, const StreamState& stream) {
   HostThread& thread = host_now();
+  for (const auto& log : logs_) {
+    const std::shared_ptr<Access> who = describe("host waits", stream.name);
+    log->entries.push_back({to_launch(*who), Moment{}, clock});
+  }
   thread.clock.join(clock);
   thread.now = thread.clock.advance(thread.timeline);
   over_.join(thread.clock);
@@ -267,14 +278,14 @@ void Machine::learn(const VectorClock& clock) {
 void Machine::synchronize(const EventState& event) {
   const std::lock_guard lock(mutex_);
   run_until(*event.stream, event.position);
-  learn(event.clock);
+  learn(event.clock, *event.stream);
 }
 
 void Machine::synchronize(StreamState& stream) {
   const std::lock_guard lock(mutex_);
   join_host(stream);
   run_until(stream, stream.num_queued);
-  learn(stream.clock);
+  learn(stream.clock, stream);
 }
 
 void Machine::synchronize_device(c10::DeviceIndex device) {

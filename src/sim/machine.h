@@ -61,6 +61,7 @@ struct HostThread {
   uint64_t num_exits_seen = 0;
   std::string name;
   std::vector<std::string> ranges;  // open record_function ranges
+  std::string last_range;           // the one that was closed last
   c10::DeviceIndex device = 0;
   std::vector<StreamState*> streams;  // the current one of each device
   std::optional<Race> race;           // of a host access: to be thrown
@@ -143,7 +144,7 @@ class Machine {
   void note_launch(StreamState& stream, std::string_view operation,
                    const std::vector<Bytes>& accesses);
   void join_host(StreamState& stream);
-  void learn(const VectorClock& clock);
+  void learn(const VectorClock& clock, const StreamState& stream);
   void run_until(StreamState& stream, uint64_t position);
 
   std::recursive_mutex mutex_;  // guards all below
