@@ -31,6 +31,7 @@ struct ProcessGroupOptions {
 /// Ranks:   every rank calls it, with the same backend and world size; returns when all are there.
 /// Threads: also starts one thread that tells the others every second that this rank is alive, so
 ///          that an error can name the rank that died.
+/// Signals: SIGPIPE is ignored from now on, unless the program has a handler of its own for it.
 /// Errors:  ConfigError names each missing variable of the launchers' environments, or the bad
 ///          value; CommError if the others do not come within `timeout`.
 /// Source:  torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), Open MPI
@@ -60,6 +61,8 @@ struct RunRanksOptions {
 /// The threads share one address space, so a collective is a copy from the peer's memory. The
 /// group is also the thread's default group. Each rank computes on one thread.
 ///
+/// Streams: collectives also work on tensors of a device; ranks may share one, or each set its own as
+///          the current one (c10::DeviceGuard) before it makes a mesh.
 /// Errors:  if a rank throws, the others get CommError with its message at their next collective
 ///          (also while they wait in one), and the first rank's own error is rethrown here.
 void run_ranks(int world_size, const std::function<void(const ProcessGroupPtr&)>& body,

@@ -5,6 +5,7 @@
 #include <unistd.h>
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <exception>
 #include <memory>
 #include <numeric>
@@ -126,6 +127,15 @@ void wait_for_all(c10d::Store& store, const Rendezvous& rendezvous,
   }
 }
 
+// A write to the socket of a rank that died would end this process, too: the store's library leaves
+// the signal as it is, and relies on Python, which ignores it.
+void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = SIG_IGN;
+  ::sigaction(SIGPIPE, &action, nullptr);
+}
+
 }  // namespace
 
 ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
@@ -135,6 +145,7 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
              "init_process_group: the timeout must be positive, found ", options.timeout.count(),
              " ms.");
   const Rendezvous rendezvous = read_rendezvous(options, process_environment());
+  ignore_broken_pipes();
 
   const StorePtr store = connect(rendezvous, options.timeout, /*may_host=*/true);
   PeerMonitor::Options monitor;

@@ -1,5 +1,7 @@
 #include "fsdp/process_group.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -72,6 +74,7 @@ class RankThreads {
   }
 
   void run_rank(int rank) {
+    pthread_setname_np(pthread_self(), c10::str("rank ", rank).c_str());  // for debuggers, reports
     try {
       at::set_num_threads(1);
       // Autograd's device threads would make ranks wait for each other; backward stays here.

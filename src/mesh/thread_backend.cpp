@@ -48,9 +48,13 @@ class ThreadWork final : public c10d::Work {
 
 void check_tensor(const ThreadCall& call, const at::Tensor& tensor) {
   FSDP_CHECK(ConfigError, tensor.defined(), call.name, ": a tensor is undefined.");
-  FSDP_CHECK(ConfigError, tensor.device().is_cpu() && tensor.layout() == at::kStrided, call.name,
-             ": the thread backend works on dense tensors in host memory, found ",
-             tensor.toString(), " on ", tensor.device(), ". Copy it to the CPU first.");
+  const bool has_memory = tensor.is_cpu() || has_streams(tensor.device().type());
+  FSDP_CHECK(ConfigError, has_memory && tensor.layout() == at::kStrided, call.name,
+             ": the thread backend works on dense tensors of the host or of a device, found ",
+             tensor.toString(), " on ", tensor.device(), ".");
+  FSDP_CHECK(ConfigError, call.tensors.empty() || call.tensors[0].device() == tensor.device(),
+             call.name, ": the tensors of one call must be on one device, found ",
+             call.tensors[0].device(), " and ", tensor.device(), ".");
   FSDP_CHECK(ConfigError, tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(),
              call.name, ": a tensor of shape ", tensor.sizes(), " with strides ", tensor.strides(),
              " is not contiguous. Pass tensor.contiguous().");
@@ -61,6 +65,7 @@ Piece whole(const at::Tensor& tensor, bool is_output) {
   piece.extent = {tensor.scalar_type(), tensor.numel()};
   const void* data = is_output ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
   piece.data = static_cast<std::byte*>(const_cast<void*>(data));
+  piece.device = tensor.device();
   return piece;
 }
 
@@ -199,8 +204,24 @@ void ThreadBackend::check_root(const ThreadCall& call, int64_t root) const {
              " is not a rank of a group of ", size_, ".");
 }
 
+std::shared_ptr<DeviceCall> ThreadBackend::on_device(const ThreadCall& call) {
+  if (call.tensors.empty() || call.tensors[0].is_cpu()) return nullptr;
+  constexpr size_t kMaxPhases = 2;
+  const c10::Device device = call.tensors[0].device();
+  auto stream = streams_.find(device);
+  if (stream == streams_.end()) {
+    stream = streams_.emplace(device, new_stream(device, /*high_priority=*/true)).first;
+  }
+  return std::make_shared<DeviceCall>(DeviceCall{.device = device,
+                                                 .stream = stream->second,
+                                                 .ready = current_stream(device).record(),
+                                                 .done = std::vector<Event>(kMaxPhases),
+                                                 .scratch = {}});
+}
+
 ThreadBackend::WorkPtr ThreadBackend::issue(ThreadCall call, Tensors results) {
   ++num_calls_;
+  call.on_device = on_device(call);
   const std::chrono::milliseconds timeout = call.timeout;
   return c10::make_intrusive<ThreadWork>(group_->join(rank_, std::move(call)), rank_, timeout,
                                          std::move(results));
@@ -213,6 +234,7 @@ ThreadBackend::WorkPtr ThreadBackend::issue_pair(ThreadCall call, int source, in
              peer, " is not another rank of a group of ", size_, ".");
   const bool is_sender = source == rank_;
   const std::chrono::milliseconds timeout = call.timeout;
+  call.on_device = on_device(call);
   auto op = group_->join_pair(source, destination, tag, is_sender, std::move(call));
   return c10::make_intrusive<ThreadWork>(std::move(op), is_sender ? 0 : 1, timeout,
                                          std::move(results));

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,9 +16,12 @@ namespace fsdp {
 /// memory, a reduction one pass over it in rank order, so results are the same bits every time.
 ///
 /// Every call returns at once; see ThreadOp for who does the work. A send waits for its receive.
-/// Shapes:  tensors are contiguous and in host memory; flat forms as in c10d. An all-gather may
-/// have
-///          its own slice of the output as input, a reduce-scatter any part of its input as output.
+/// Shapes:  tensors are contiguous; flat forms as in c10d. An all-gather may have its own slice of the
+///          output as input, a reduce-scatter any part of its input as output.
+/// Streams: tensors of one call are all on the host, or all on one device. Ranks may share a device,
+///          also its default stream. A call on a device comes behind what its rank's current stream
+///          has then, and runs on a stream of this backend's; wait() orders the current stream
+///          behind it and lets the host go on. A barrier is one of the hosts.
 /// Threads: the calls of one rank come from one thread at a time.
 /// Errors:  ConfigError for what this rank alone does wrong (before anything is done); CommError
 ///          when ranks call different things, a rank does not come in time, has left or has failed.
@@ -85,12 +89,14 @@ class ThreadBackend final : public c10d::Backend {
                            std::chrono::milliseconds timeout);
   WorkPtr reduce_scatter_flat(std::string name, const Tensors& outputs, const Tensors& inputs,
                               const c10d::ReduceScatterOptions& options);
+  [[nodiscard]] std::shared_ptr<DeviceCall> on_device(const ThreadCall& call);
   WorkPtr issue(ThreadCall call, Tensors results);
   WorkPtr issue_pair(ThreadCall call, int source, int destination, int tag, Tensors results);
 
   const std::shared_ptr<ThreadGroup> group_;
   std::chrono::milliseconds timeout_;
   uint64_t num_calls_ = 0;
+  std::unordered_map<c10::Device, Stream> streams_;  // of each device that this rank has used
 };
 
 }  // namespace fsdp

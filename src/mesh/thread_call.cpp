@@ -2,9 +2,12 @@
 
 #include <algorithm>
 
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/ScalarType.h>
 
 #include "fsdp/error.h"
+#include "mesh/device_kernels.h"
 #include "mesh/host_kernels.h"
 
 namespace fsdp {
@@ -33,19 +36,30 @@ Chunks cut(const Piece& piece, int64_t num_ranks) {
   return chunks;
 }
 
+DeviceRange range_of(const Piece& piece) {
+  return {.data = piece.data,
+          .device = piece.device,
+          .dtype = piece.extent.dtype,
+          .numel = piece.extent.numel};
+}
+
 void copy(const Piece& destination, const Piece& source) {
+  if (!destination.device.is_cpu()) return copy_on_device(range_of(destination), range_of(source));
   copy_on_host(destination.data, source.data, source.bytes());
 }
 
 // Reduces over the ranks, reading with `source_of(call)`, into `destination`.
 template <typename SourceOf>
 void reduce(std::span<const ThreadCall> calls, const Piece& destination, SourceOf source_of) {
-  std::vector<const void*> sources(calls.size());
   std::vector<double> factors(calls.size());
-  for (size_t rank = 0; rank < calls.size(); ++rank) {
-    sources[rank] = source_of(calls[rank]).data;
-    factors[rank] = calls[rank].factor;
+  for (size_t rank = 0; rank < calls.size(); ++rank) factors[rank] = calls[rank].factor;
+  if (!destination.device.is_cpu()) {
+    std::vector<DeviceRange> ranges;
+    for (const ThreadCall& call : calls) ranges.push_back(range_of(source_of(call)));
+    return reduce_on_device(range_of(destination), calls[0].op, ranges, factors);
   }
+  std::vector<const void*> sources(calls.size());
+  for (size_t rank = 0; rank < calls.size(); ++rank) sources[rank] = source_of(calls[rank]).data;
   HostReduction reduction;
   reduction.dtype = destination.extent.dtype;
   reduction.op = calls[0].op;
@@ -88,9 +102,17 @@ void run_reduce_scatter(std::span<ThreadCall> calls, int phase, int rank) {
   if (mine.through_scratch && phase == 0) {
     int64_t bytes = 0;
     for (const Piece& output : mine.outputs) bytes += output.bytes();
-    mine.scratch = std::make_unique<std::byte[]>(static_cast<size_t>(bytes));
+    if (mine.on_device) {
+      mine.on_device->scratch =
+          at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(mine.on_device->device));
+    } else {
+      mine.scratch = std::make_unique<std::byte[]>(static_cast<size_t>(bytes));
+    }
   }
   std::byte* scratch = mine.scratch.get();
+  if (mine.on_device && mine.through_scratch) {
+    scratch = static_cast<std::byte*>(mine.on_device->scratch.mutable_data_ptr());
+  }
   for (size_t k = 0; k < mine.outputs.size(); ++k) {
     Piece destination = mine.outputs[k];
     if (mine.through_scratch) {
@@ -117,14 +139,51 @@ void run_all_gather(std::span<ThreadCall> calls, int rank) {
   }
 }
 
+void run_share(std::span<ThreadCall> calls, int phase, int rank) {
+  const size_t me = static_cast<size_t>(rank);
+  const size_t root = static_cast<size_t>(std::max(calls[0].root, 0));
+  switch (calls[0].kind) {
+    case CallKind::kBarrier:
+      return;
+    case CallKind::kBroadcast:
+      for (size_t k = 0; k < calls[me].outputs.size(); ++k) {
+        copy(calls[me].outputs[k], calls[root].inputs[k]);
+      }
+      return;
+    case CallKind::kAllReduce:
+    case CallKind::kReduce:
+      return run_all_reduce(calls, phase, rank);
+    case CallKind::kAllGather:
+      return run_all_gather(calls, rank);
+    case CallKind::kGather:
+      return copy(calls[root].outputs[me], calls[me].inputs[0]);
+    case CallKind::kScatter:
+      return copy(calls[me].outputs[0], calls[root].inputs[me]);
+    case CallKind::kReduceScatter:
+      return run_reduce_scatter(calls, phase, rank);
+    case CallKind::kAllToAll:
+      for (size_t peer = 0; peer < calls.size(); ++peer) {
+        copy(calls[me].outputs[peer], calls[peer].inputs[me]);
+      }
+      return;
+    case CallKind::kPointToPoint:
+      if (rank == 1) copy(calls[1].outputs[0], calls[0].inputs[0]);
+      return;
+  }
+}
+
 }  // namespace
+
+c10::DeviceType ThreadCall::device_type() const {
+  return on_device ? on_device->device.type() : c10::kCPU;
+}
 
 int64_t Piece::bytes() const {
   return extent.numel * static_cast<int64_t>(c10::elementSize(extent.dtype));
 }
 
 Piece Piece::slice(int64_t begin, int64_t end) const {
-  Piece part;
+  Piece part = *this;
   part.data = data + begin * static_cast<int64_t>(c10::elementSize(extent.dtype));
   part.extent = {extent.dtype, end - begin};
   return part;
@@ -142,13 +201,14 @@ std::string describe(const ThreadCall& call) {
   }
   if (call.op != c10d::ReduceOp::UNUSED) text += c10::str(", ", reduce_op_name(call.op));
   if (call.root >= 0) text += c10::str(", root ", call.root);
+  if (call.on_device) text += c10::str(", on ", c10::DeviceTypeName(call.device_type(), true));
   return text;
 }
 
 bool calls_agree(const ThreadCall& a, const ThreadCall& b) {
   const bool same_name = a.kind == CallKind::kPointToPoint || a.name == b.name;
   return a.kind == b.kind && same_name && a.extents == b.extents && a.root == b.root &&
-         a.op == b.op;
+         a.op == b.op && a.device_type() == b.device_type();
 }
 
 bool pairs_agree(const ThreadCall& from, int from_rank, const ThreadCall& to, int to_rank) {
@@ -189,36 +249,16 @@ int64_t cost_in_bytes(std::span<const ThreadCall> calls) {
 }
 
 void run_job(std::span<ThreadCall> calls, int phase, int rank) {
-  const size_t me = static_cast<size_t>(rank);
-  const size_t root = static_cast<size_t>(std::max(calls[0].root, 0));
-  switch (calls[0].kind) {
-    case CallKind::kBarrier:
-      return;
-    case CallKind::kBroadcast:
-      for (size_t k = 0; k < calls[me].outputs.size(); ++k) {
-        copy(calls[me].outputs[k], calls[root].inputs[k]);
-      }
-      return;
-    case CallKind::kAllReduce:
-    case CallKind::kReduce:
-      return run_all_reduce(calls, phase, rank);
-    case CallKind::kAllGather:
-      return run_all_gather(calls, rank);
-    case CallKind::kGather:
-      return copy(calls[root].outputs[me], calls[me].inputs[0]);
-    case CallKind::kScatter:
-      return copy(calls[me].outputs[0], calls[root].inputs[me]);
-    case CallKind::kReduceScatter:
-      return run_reduce_scatter(calls, phase, rank);
-    case CallKind::kAllToAll:
-      for (size_t peer = 0; peer < calls.size(); ++peer) {
-        copy(calls[me].outputs[peer], calls[peer].inputs[me]);
-      }
-      return;
-    case CallKind::kPointToPoint:
-      if (rank == 1) copy(calls[1].outputs[0], calls[0].inputs[0]);
-      return;
+  const std::shared_ptr<DeviceCall> mine = calls[static_cast<size_t>(rank)].on_device;
+  if (!mine) return run_share(calls, phase, rank);
+  const c10::DeviceGuard on_device(mine->device);
+  const StreamGuard on_stream(mine->stream);
+  for (const ThreadCall& call : calls) {
+    const DeviceCall& peer = *call.on_device;
+    mine->stream.wait(phase == 0 ? peer.ready : peer.done[static_cast<size_t>(phase - 1)]);
   }
+  run_share(calls, phase, rank);
+  mine->done[static_cast<size_t>(phase)] = mine->stream.record();
 }
 
 }  // namespace fsdp

@@ -12,6 +12,8 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "base/stream.h"
+
 namespace fsdp {
 
 enum class CallKind {
@@ -34,14 +36,24 @@ struct Extent {
   friend bool operator==(const Extent&, const Extent&) = default;
 };
 
-/// A contiguous range of a rank's memory.
+/// A contiguous range of a rank's memory, on the host or on a device.
 struct Piece {
   std::byte* data = nullptr;
   Extent extent;
+  c10::Device device = c10::Device(c10::kCPU);
 
   [[nodiscard]] int64_t bytes() const;
   /// The elements [begin, end).
   [[nodiscard]] Piece slice(int64_t begin, int64_t end) const;
+};
+
+/// How a call on a device with streams is ordered with the rest of its rank's work.
+struct DeviceCall {
+  c10::Device device;
+  Stream stream;            ///< this rank's share of the work runs here
+  Event ready;              ///< on the caller's stream: the tensors may be used
+  std::vector<Event> done;  ///< of this rank's share, by phase
+  at::Tensor scratch;
 };
 
 /// What one rank asked for: one collective, reduced to pieces of memory.
@@ -62,6 +74,9 @@ struct ThreadCall {
   std::unique_ptr<std::byte[]> scratch;
   std::chrono::milliseconds timeout{0};
   std::vector<at::Tensor> tensors;  // kept alive until all ranks are done with them
+  std::shared_ptr<DeviceCall> on_device;  // null for tensors of the host
+
+  [[nodiscard]] c10::DeviceType device_type() const;
 };
 
 /// "allreduce with 12 elements of Float, SUM"
@@ -81,7 +96,8 @@ struct ThreadCall {
 /// Bytes read and written by all jobs, roughly.
 [[nodiscard]] int64_t cost_in_bytes(std::span<const ThreadCall> calls);
 
-/// Does the share of `rank` in one phase.
+/// Does the share of `rank` in one phase. On a device: puts it on the rank's stream, behind all ranks'
+/// calls, or their shares of the phase before.
 void run_job(std::span<ThreadCall> calls, int phase, int rank);
 
 }  // namespace fsdp

@@ -4,6 +4,8 @@
 #include <thread>
 #include <utility>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "fsdp/error.h"
 
 namespace fsdp {
@@ -33,6 +35,19 @@ ThreadOp::ThreadOp(RankList job_ranks, uint64_t sequence)
       num_ranks_(static_cast<int>(job_ranks_->size())),
       calls_(job_ranks_->size()),
       arrived_(job_ranks_->size(), 0) {}
+
+ThreadOp::~ThreadOp() {
+  if (!succeeded()) return;
+  for (const ThreadCall& call : calls_) {
+    if (!call.on_device) continue;
+    const c10::impl::VirtualGuardImpl guard(call.device_type());
+    for (const at::Tensor& tensor : call.tensors) {
+      for (const ThreadCall& reader : calls_) {
+        guard.recordDataPtrOnStream(tensor.storage().data_ptr(), reader.on_device->stream.raw());
+      }
+    }
+  }
+}
 
 bool ThreadOp::is_over() const {
   const State state = state_.load(std::memory_order_acquire);
@@ -102,14 +117,16 @@ void ThreadOp::begin_running() {
   }
   num_phases_ = num_phases(calls_);
   taken_ = std::make_unique<std::atomic<bool>[]>(static_cast<size_t>(num_phases_ * num_ranks_));
-  if (num_ranks_ == 1 || cost_in_bytes(calls_) <= kSmallBytes) eager_ = true;
+  if (num_ranks_ == 1 || calls_[0].on_device || cost_in_bytes(calls_) <= kSmallBytes) eager_ = true;
   begin_phase(0);
 }
 
 void ThreadOp::begin_phase(int phase) {
   if (phase == num_phases_) {
     if (!job_error_.empty()) return set_failed(job_error_);
-    for (ThreadCall& call : calls_) call = ThreadCall();  // lets go of the tensors
+    for (ThreadCall& call : calls_) {
+      if (!call.on_device) call = ThreadCall();  // lets go of the tensors
+    }
     state_.store(State::kComplete, std::memory_order_release);
     return;
   }
@@ -167,6 +184,13 @@ void ThreadOp::fulfil_promises() {
 
 void ThreadOp::fulfil(Promise promise) const {
   if (succeeded()) {
+    // On a device a future keeps the current stream's place: whoever waits for it waits for that.
+    const std::shared_ptr<DeviceCall>& call = calls_[static_cast<size_t>(promise.rank)].on_device;
+    std::optional<StreamGuard> on_stream;
+    if (call) {
+      on_stream.emplace(call->stream);
+      order_behind(call->stream);
+    }
     promise.future->markCompleted(c10::IValue(std::move(promise.value)));
   } else {
     promise.future->setError(std::make_exception_ptr(
@@ -232,6 +256,23 @@ void ThreadOp::wait(int rank, std::chrono::milliseconds timeout) {
     }
   }
   FSDP_CHECK(CommError, succeeded(), error());
+  const std::shared_ptr<DeviceCall>& mine = calls_[static_cast<size_t>(rank)].on_device;
+  if (!mine) return;
+  order_behind(current_stream(mine->device));
+  let_go_of_tensors(rank);
+}
+
+// The stream waits for every rank's share: they read each other's tensors.
+void ThreadOp::order_behind(const Stream& stream) const {
+  for (const ThreadCall& call : calls_) {
+    if (num_phases_ > 0) stream.wait(call.on_device->done[static_cast<size_t>(num_phases_ - 1)]);
+  }
+}
+
+void ThreadOp::let_go_of_tensors(int rank) {
+  std::vector<at::Tensor> tensors;  // freed outside of the lock
+  const std::lock_guard<std::mutex> lock(mutex_);
+  tensors.swap(calls_[static_cast<size_t>(rank)].tensors);
 }
 
 bool ThreadOp::poll(int rank) {
@@ -249,9 +290,11 @@ std::string ThreadOp::error() const {
 }
 
 FuturePtr ThreadOp::future(int rank, std::vector<at::Tensor> value) {
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  Promise promise{future, std::move(value)};
+  std::vector<c10::Device> devices;
+  if (!value.empty() && !value.front().is_cpu()) devices.push_back(value.front().device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), std::move(devices));
+  Promise promise{rank, future, std::move(value)};
   std::unique_lock<std::mutex> lock(mutex_);
   const bool over = is_over();
   if (!over) {

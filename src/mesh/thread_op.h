@@ -23,6 +23,11 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 /// whoever waits runs first its own job and then those that nobody has begun. So no rank ever
 /// waits for a job that nobody runs, in whatever order ranks wait for their collectives.
 ///
+/// On a device a job puts its work on its rank's stream, and the last rank to arrive runs them all:
+/// the host never waits for a device. wait() makes the caller's current stream wait.
+///
+/// Memory:  the tensors of a call on a device are kept until its rank has waited. Those of a rank
+///          that never does are kept back by the allocator (record_stream) until the device is done.
 /// Threads: every function may be called by every thread.
 class ThreadOp {
  public:
@@ -30,6 +35,9 @@ class ThreadOp {
 
   /// `job_ranks`: the ranks of the group by their number in the job, for messages.
   ThreadOp(RankList job_ranks, uint64_t sequence);
+  ~ThreadOp();
+  ThreadOp(const ThreadOp&) = delete;
+  ThreadOp& operator=(const ThreadOp&) = delete;
 
   /// Enters a rank's call. Must be followed by settle(), outside of the caller's locks.
   void arrive(int rank, ThreadCall call);
@@ -44,7 +52,8 @@ class ThreadOp {
   [[nodiscard]] bool all_arrived() const;
   [[nodiscard]] bool has_arrived(int rank) const;
 
-  /// Returns when no rank reads or writes the tensors of this operation any more.
+  /// Returns when no rank reads or writes the tensors of this operation any more; on a device, when
+  /// what comes later on the current stream runs behind that.
   ///
   /// Errors:  CommError for a rank that does not come within `timeout`, a mismatch, or fail().
   void wait(int rank, std::chrono::milliseconds timeout);
@@ -60,6 +69,7 @@ class ThreadOp {
  private:
   enum class State { kGathering, kRunning, kComplete, kFailed };
   struct Promise {
+    int rank = 0;
     FuturePtr future;
     std::vector<at::Tensor> value;
   };
@@ -75,6 +85,8 @@ class ThreadOp {
   [[nodiscard]] std::string label(int rank) const;  // holds mutex_
   [[nodiscard]] std::string missing_ranks() const;  // holds mutex_
   [[nodiscard]] std::string timeout_text(std::chrono::milliseconds timeout) const;
+  void order_behind(const Stream& stream) const;
+  void let_go_of_tensors(int rank);
   void fulfil_promises();
   void fulfil(Promise promise) const;
 

@@ -91,6 +91,8 @@ class GradBuffer {
   at::Tensor flat_;               // undefined: no gradient yet
   std::vector<char> has_grad_;
   int64_t num_grads_ = 0;
+  at::Tensor full_flags_;  // those of a rank with all gradients, on the device
+  int64_t full_flags_number_ = 0;
 };
 
 }  // namespace fsdp

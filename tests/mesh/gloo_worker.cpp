@@ -105,6 +105,23 @@ void leave() {
   all_reduce(group, "second step");
 }
 
+// A broken pipe must not end a rank; a handler of the program's own stays.
+void pipe_closed() {
+  join(kPatient);
+  std::raise(SIGPIPE);
+  fsdp::destroy_process_group();
+}
+
+bool handled = false;
+
+void own_pipe_handler() {
+  std::signal(SIGPIPE, [](int) { handled = true; });
+  join(kPatient);
+  std::raise(SIGPIPE);
+  expect(handled, "the handler is still there");
+  fsdp::destroy_process_group();
+}
+
 // Some rank is not started.
 void incomplete() { join(std::chrono::milliseconds(1500)); }
 
@@ -115,6 +132,8 @@ int main(int argc, char** argv) {
                                                                {"death", death},
                                                                {"hang", hang},
                                                                {"leave", leave},
+                                                               {"pipe_closed", pipe_closed},
+                                                               {"own_pipe_handler", own_pipe_handler},
                                                                {"incomplete", incomplete}};
   try {
     scenes.at(argc > 1 ? argv[1] : "")();

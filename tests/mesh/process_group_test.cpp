@@ -81,6 +81,14 @@ TEST(ProcessGroup, AKilledRankIsNamed) {
   EXPECT_LT(seconds_since(begin), 30);
 }
 
+// Promise: a survivor that writes to the killed rank's socket is not killed by that.
+TEST(ProcessGroup, ABrokenPipeKillsNobody) {
+  for (const char* const scene : {"pipe_closed", "own_pipe_handler"}) {
+    auto results = run({.scene = scene, .world_size = 1, .ranks = {0}});
+    EXPECT_EQ(results[0], "ok\n") << scene;
+  }
+}
+
 // Promise: the same when the rank that keeps the store is killed.
 TEST(ProcessGroup, AKilledRank0IsNamed) {
   const auto begin = std::chrono::steady_clock::now();
