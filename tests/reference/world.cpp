@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/randn.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -37,6 +39,11 @@ c10::Device suite_device(int rank) {
 }
 
 c10::Device suite_device() { return suite_device(default_process_group()->getRank()); }
+
+at::Tensor seeded_randn(at::IntArrayRef sizes, uint64_t seed) {
+  at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(sizes, generator).to(suite_device());
+}
 
 DeviceMeshPtr make_mesh() { return init_device_mesh(suite_options().device_type); }
 

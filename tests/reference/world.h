@@ -2,6 +2,7 @@
 
 #include <functional>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include "fsdp/device_mesh.h"
@@ -28,6 +29,9 @@ void run_world(int world_size, const std::function<void(const ProcessGroupPtr&)>
 [[nodiscard]] c10::Device suite_device(int rank);
 /// That of the calling rank, inside of run_world().
 [[nodiscard]] c10::Device suite_device();
+
+/// Normal numbers that belong to `seed`, made on the CPU, on suite_device().
+[[nodiscard]] at::Tensor seeded_randn(at::IntArrayRef sizes, uint64_t seed);
 
 /// A 1-D mesh over all ranks, of the suite's device type. Inside of run_world().
 [[nodiscard]] DeviceMeshPtr make_mesh();
