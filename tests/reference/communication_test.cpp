@@ -1,3 +1,5 @@
+#include <optional>
+
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
@@ -95,6 +97,42 @@ TEST_P(Communication, test_manual_reshard_with_reshard_after_forward_false) {
       EXPECT_EQ(backward.num_kinds(), 2);
       EXPECT_EQ(backward.count(kAllGather), kNumBlocks + 1);
       EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
+    });
+  }
+}
+
+// Promise: set_reshard_after_forward() counts from the next forward on, for the module alone or for
+// all below it, whatever fully_shard() was told; the root too, whose option was unset.
+TEST_P(Communication, test_set_reshard_after_forward) {
+  struct SetCase {
+    const char* name;
+    std::optional<bool> value;
+    bool recurse;
+    int64_t backward_all_gathers;
+  };
+  const SetCase table[] = {{"not called", {}, true, kNumBlocks},
+                           {"true", true, true, kNumBlocks + 1},
+                           {"true, the root alone", true, false, 1},
+                           {"false", false, true, 0},
+                           {"false, the root alone", false, false, kNumBlocks}};
+  for (const SetCase& options : table) {
+    SCOPED_TRACE(options.name);
+    run_world(kWorldSize, [&](const ProcessGroupPtr&) {
+      ReshardAfterForward before;
+      if (options.value) before = !*options.value;
+      Transformer model = sharded_model(GetParam(), before, before);
+      if (options.value) model->set_reshard_after_forward(*options.value, options.recurse);
+      CommDebugMode forward;
+      const at::Tensor loss = loss_of(model);
+      EXPECT_EQ(forward.count(kAllGather), kNumBlocks + 1);
+      EXPECT_EQ(forward.total(), kNumBlocks + 1);
+
+      CommDebugMode backward;
+      loss.backward();
+      EXPECT_EQ(backward.num_kinds(), options.backward_all_gathers == 0 ? 1 : 2);
+      EXPECT_EQ(backward.count(kAllGather), options.backward_all_gathers);
+      EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
+      EXPECT_EQ(backward.total(), options.backward_all_gathers + kNumBlocks + 1);
     });
   }
 }

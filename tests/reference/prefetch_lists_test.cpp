@@ -1,7 +1,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/relu.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/modulelist.h>
 
+#include "fsdp/activation.h"
 #include "fsdp/adamw.h"
 #include "fsdp/fully_shard.h"
 #include "fsdp/optim.h"
@@ -11,7 +13,8 @@
 #include "support/models.h"
 #include "support/recorder.h"
 
-// Class Prefetch of the reference suite, continued: modules that are sharded in lists.
+// Class Prefetch of the reference suite, continued: modules that are sharded in lists, and groups
+// inside of what is recomputed.
 
 namespace fsdp {
 namespace {
@@ -204,6 +207,104 @@ TEST_P(PrefetchLists, test_fully_shard_multi_module_unused_module) {
         reference_optimizer.step();
         optimizer.zero_grad();
         reference_optimizer.zero_grad();
+      }
+    }
+  });
+}
+
+// A layer that is recomputed in backward, and in it a part that is recomputed then, of which w1 is
+// a group of its own.
+struct FeedForwardImpl : torch::nn::Module {
+  FeedForwardImpl() {
+    w1 = register_module("w1", fsdp::nn::Linear(16, 64));
+    w2 = register_module("w2", fsdp::nn::Linear(64, 16));
+  }
+  at::Tensor forward(const at::Tensor& x) { return w2(at::relu(w1(x))); }
+  fsdp::nn::Linear w1{nullptr}, w2{nullptr};
+};
+FSDP_MODULE(FeedForward);
+
+struct LayerImpl : torch::nn::Module {
+  LayerImpl() {
+    in_proj = register_module("in_proj", fsdp::nn::Linear(16, 16));
+    feed_forward = register_module("feed_forward", FeedForward());
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + feed_forward(in_proj(x)); }
+  fsdp::nn::Linear in_proj{nullptr};
+  FeedForward feed_forward{nullptr};
+};
+FSDP_MODULE(Layer);
+
+struct NestedDecoderImpl : torch::nn::Module {
+  NestedDecoderImpl() {
+    tok_embeddings = register_module("tok_embeddings", fsdp::nn::Embedding(8, 16));
+    auto list = register_module("layers", torch::nn::ModuleList());
+    for (int i = 0; i < 3; ++i) {
+      layers.emplace_back();
+      list->push_back(layers.back());
+    }
+    norm = register_module("norm", fsdp::nn::LayerNorm(torch::nn::LayerNormOptions({16})));
+    output = register_module("output", fsdp::nn::Linear(16, 8));
+  }
+  at::Tensor forward(const at::Tensor& tokens) {
+    at::Tensor h = tok_embeddings(tokens);
+    for (Layer& layer : layers) h = layer(h);
+    return output(norm(h));
+  }
+  fsdp::nn::Embedding tok_embeddings{nullptr};
+  std::vector<Layer> layers;
+  fsdp::nn::LayerNorm norm{nullptr};
+  fsdp::nn::Linear output{nullptr};
+};
+FSDP_MODULE(NestedDecoder);
+
+// Promise: FSDP2's order of gathers where groups lie inside of what is recomputed: by default the
+// order of forward backwards; with lists as they say, and what no list names is gathered by its
+// recomputation, which is a forward.
+TEST_P(PrefetchLists, test_set_modules_to_backward_prefetch_inside_ac) {
+  run_world(kWorldSize, [](const ProcessGroupPtr&) {
+    for (const bool with_lists : {false, true}) {
+      NestedDecoder model;
+      const FullyShardOptions options = testing::shard_options(GetParam(), true);
+      auto& layers = model->layers;
+      for (Layer& layer : layers) {
+        checkpoint(*layer->feed_forward);
+        checkpoint(*layer);
+        fully_shard(*layer->feed_forward->w1, options);
+        fully_shard(*layer, options);
+      }
+      fully_shard(*model->tok_embeddings, options);
+      fully_shard({*model->norm, *model->output}, options);
+      fully_shard(*model, options);
+      if (with_lists) {
+        model->output->set_modules_to_backward_prefetch({&*layers[2]});
+        for (const size_t i : {1, 2}) {
+          layers[i]->set_modules_to_backward_prefetch(
+              {&*layers[i - 1], &*layers[i - 1]->feed_forward->w1});
+        }
+        layers[0]->set_modules_to_backward_prefetch({&*model->tok_embeddings});
+      }
+      const auto recorder = std::make_shared<Recorder>("UR");
+      set_schedule_observer(*model, recorder);
+      const std::string n = "norm, output", t = "tok_embeddings";
+      const auto l = [](int i) { return "layers." + std::to_string(i); };
+      const auto w = [&](int i) { return l(i) + ".feed_forward.w1"; };
+      std::vector<std::string> expected =
+          backward({"U " + n, "U " + l(2), "R " + n, "U " + w(2), "U " + l(1), "R " + w(2),
+                    "R " + l(2), "U " + w(1), "U " + l(0), "R " + w(1), "R " + l(1), "U " + w(0),
+                    "U " + t, "R " + w(0), "R " + l(0), "R " + t});
+      if (with_lists) {
+        expected = backward({"U " + n, "U " + l(2), "R " + n, "U " + l(1), "U " + w(1), "U " + w(2),
+                             "R " + w(2), "R " + l(2), "U " + l(0), "U " + w(0), "R " + w(1),
+                             "R " + l(1), "U " + t, "R " + w(0), "R " + l(0), "R " + t});
+        expected[5] = forward({"U " + w(2)}).front();
+      }
+      for (int iteration = 0; iteration < 3; ++iteration) {
+        const at::Tensor tokens = (at::arange(32) % 8).view({2, 16}).to(testing::suite_device());
+        const at::Tensor loss = model(tokens).sum();
+        recorder->take();
+        loss.backward();
+        EXPECT_EQ(recorder->take(), expected) << "iteration " << iteration;
       }
     }
   });
