@@ -208,4 +208,11 @@ void Reduction::write_sharded_grads(const Stream& stream) {
   post_reduce_ = stream.record();
 }
 
+std::shared_ptr<Reduction> foreach_reduce(ReduceRequest request, const ReduceStreams& streams) {
+  const c10::DeviceType device_type = request.input.flat.device().type();
+  auto reduction = std::make_shared<Reduction>(std::move(request), streams);
+  if (has_streams(device_type)) reduction->finish();  // work on streams; the host goes on
+  return reduction;
+}
+
 }  // namespace fsdp

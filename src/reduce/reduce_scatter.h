@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,18 +37,11 @@ struct ReduceStreams {
   Stream all_reduce;
 };
 
-/// The reduction of one group's gradients: started by the constructor, ended by finish().
-///
-/// On a device with streams finish() is called at once and only puts work on streams; on CPU it is
-/// called when the result is needed, so that the collective overlaps with backward.
-/// Source: PyTorch 2.13, _fsdp_collectives.foreach_reduce.
+/// The reduction of one group's gradients: started by the constructor, ended by finish(). Made by
+/// foreach_reduce().
 class Reduction {
  public:
-  /// Starts the reduce-scatter.
-  /// Memory:  keeps the request's input until release_input().
-  /// Streams: the input is written on the current stream; the collective is on the reduce-scatter
-  ///          stream.
-  /// Errors:  StateError if the partial output is of other parameters.
+  /// Starts the reduce-scatter; see foreach_reduce().
   Reduction(ReduceRequest request, const ReduceStreams& streams);
 
   ~Reduction();
@@ -103,5 +97,20 @@ class Reduction {
   Event post_reduce_;
   bool finished_ = false;
 };
+
+/// Starts the reduction of one group's gradients: reduce-scatter (all-reduce,) division, cast, and
+/// the sharded gradients.
+///
+/// On a device with streams it is finished on return: all work is on the streams. On CPU finish()
+/// is called when the result is needed, so that the collective overlaps with backward.
+/// Memory:  keeps the request's input until release_input().
+/// Streams: the reduce-scatter stream waits for the current one, on which the input was written.
+///          The caller waits for post_reduce(), and keeps the result until then.
+/// Ranks:   one reduce-scatter over the shard mesh, none with one rank; one all-reduce with
+///          replicas, unless the request keeps a partial sum.
+/// Errors:  StateError if the partial output is of other parameters; those of finish().
+/// Source:  PyTorch 2.13, _fsdp_collectives.foreach_reduce.
+[[nodiscard]] std::shared_ptr<Reduction> foreach_reduce(ReduceRequest request,
+                                                        const ReduceStreams& streams);
 
 }  // namespace fsdp

@@ -58,7 +58,7 @@ void FSDPParamGroup::collect_grads_as_they_come() {
 }
 
 void FSDPParamGroup::lazy_init() {
-  if (sharded_state_ != ShardedState::kSharded) return;
+  if (sharded_state() != ShardedState::kSharded) return;
   check_sharded_params();
   check_uniform_dtype();
   sharded_params_.init_dtypes(settings_.mp_policy);
@@ -97,7 +97,7 @@ void FSDPParamGroup::check_sharded_params() {
   check_uniform_dtype();
   FSDP_CHECK(
       StateError,
-      sharded_state_ == ShardedState::kSharded && training_state_ != TrainingState::kPreBackward,
+      sharded_state() == ShardedState::kSharded && training_state_ != TrainingState::kPreBackward,
       "unshard: the parameters of module '", module_path_,
       "' were converted or loaded between a forward and its backward. Do so before the "
       "forward, or after the optimizer's step.");
@@ -148,12 +148,12 @@ void FSDPParamGroup::start_all_gather(bool async_op) {
   const AllGatherStreams streams =
       overlaps ? comm_->all_gather_streams()
                : AllGatherStreams{.copy_in = compute, .all_gather = compute};
-  const FSDPMeshInfo& mesh_info = sharded_state_ == ShardedState::kShardedPostForward
+  const FSDPMeshInfo& mesh_info = sharded_state() == ShardedState::kShardedPostForward
                                       ? *settings_.post_forward_mesh_info
                                       : *mesh_info_;
   comm_->wait_for_freed();
-  all_gather_result_ = foreach_all_gather(sharded_params_, mesh_info.shard_group(),
-                                          mesh_info.shard_size(), mesh_info.shard_rank(), streams);
+  all_gather_result_ =
+      foreach_all_gather(sharded_params_, mesh_info.shard_group(), async_op, streams);
 }
 
 void FSDPParamGroup::wait_for_unshard() {
@@ -162,14 +162,7 @@ void FSDPParamGroup::wait_for_unshard() {
   AllGatherResult result = std::move(*all_gather_result_);
   all_gather_result_.reset();
   foreach_all_gather_copy_out(result, sharded_params_);
-  for (FSDPParam& param : params()) {
-    param.sync_requires_grad();
-    param.note_unsharded();
-    param.admit_gradients();  // of a use outside of forward
-  }
-  sharded_params_.drop_post_forward_shards();
-  sharded_state_ = ShardedState::kUnsharded;
-  was_unsharded_ = true;
+  to_unsharded();
   if (!result.buffer.defined()) return;
 
   Event copied_out = comm_->compute_stream().record();
@@ -186,7 +179,7 @@ void FSDPParamGroup::reshard() {
     notify(ScheduleEventKind::kReshard, /*changed=*/false);
     return;
   }
-  notify(ScheduleEventKind::kReshard, sharded_state_ != ShardedState::kSharded);
+  notify(ScheduleEventKind::kReshard, sharded_state() != ShardedState::kSharded);
   if (is_unsharded()) {
     for (FSDPParam& param : params()) param.check_not_written();
   }
@@ -199,21 +192,22 @@ void FSDPParamGroup::reshard() {
 }
 
 void FSDPParamGroup::to_sharded() {
-  if (sharded_state_ == ShardedState::kSharded) return;
-  sharded_params_.free_unsharded();
-  sharded_params_.drop_post_forward_shards();
+  if (sharded_state() == ShardedState::kSharded) return;
+  sharded_params_.to_sharded();
   comm_->note_unsharded_freed();
-  sharded_state_ = ShardedState::kSharded;
 }
 
 void FSDPParamGroup::to_sharded_post_forward() {
-  if (sharded_state_ != ShardedState::kUnsharded) return;
-  const c10::NoGradGuard no_grad;
-  const FSDPMeshInfo& mesh_info = *settings_.post_forward_mesh_info;
-  sharded_params_.keep_post_forward_shards(mesh_info.shard_size(), mesh_info.shard_rank());
+  if (!is_unsharded()) return;
+  TORCH_INTERNAL_ASSERT(settings_.post_forward_mesh_info != nullptr);
+  sharded_params_.to_sharded_post_forward(*settings_.post_forward_mesh_info);
   comm_->note_unsharded_freed();
   reshard_event_ = comm_->compute_stream().record();
-  sharded_state_ = ShardedState::kShardedPostForward;
+}
+
+void FSDPParamGroup::to_unsharded() {
+  sharded_params_.to_unsharded();
+  was_unsharded_ = true;
 }
 
 // Parameters that stayed unsharded after an earlier forward, or a gather that nobody has used, do
@@ -373,9 +367,8 @@ void FSDPParamGroup::start_reduction() {
                         .partial_output = std::exchange(partial_reduce_output_, {}),
                         .module_path = module_path_};
   reduced_since_gather_ = true;
-  reduction_ = std::make_shared<Reduction>(std::move(request), comm_->reduce_streams());
+  reduction_ = foreach_reduce(std::move(request), comm_->reduce_streams());
   comm_->add_reduction(reduction_);
-  if (has_streams(device_.type())) reduction_->finish();  // work on streams; the host goes on
 }
 
 void FSDPParamGroup::leave_backward() {

@@ -61,6 +61,13 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   bool pre_forward();
   void post_forward();
 
+  // The steps of the above. Without effect in the state that they lead to. ---------------------
+  void to_sharded();
+  /// From unsharded: keeps the part of the post-forward mesh. The settings have such a mesh.
+  void to_sharded_post_forward();
+  /// The parameters were gathered and copied out.
+  void to_unsharded();
+
   // Backward ----------------------------------------------------------------------------------
   void pre_backward(bool default_prefetch);
   /// Reshards, then starts the reduction of the gradients that are there. After a forward of only
@@ -87,7 +94,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   [[nodiscard]] std::string describe() const;
 
   [[nodiscard]] TrainingState training_state() const { return training_state_; }
-  [[nodiscard]] bool is_unsharded() const { return sharded_state_ == ShardedState::kUnsharded; }
+  [[nodiscard]] ShardedState sharded_state() const { return sharded_params_.sharded_state(); }
+  [[nodiscard]] bool is_unsharded() const { return sharded_state() == ShardedState::kUnsharded; }
+  [[nodiscard]] ShardedParams& sharded_params() { return sharded_params_; }
   [[nodiscard]] std::vector<FSDPParam>& params() { return sharded_params_.params(); }
   [[nodiscard]] GroupSettings& settings() { return settings_; }
   [[nodiscard]] const FSDPMeshInfoPtr& mesh_info() const { return mesh_info_; }
@@ -103,8 +112,6 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void drop_stale_params();
   void drop_gather() noexcept;
   void start_all_gather(bool async_op);
-  void to_sharded();
-  void to_sharded_post_forward();
   void record_post_forward();
   void keep_unsharded_grads();
   void take_unsharded_grads();
@@ -126,7 +133,6 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::shared_ptr<ScheduleObserver> observer_;
 
   TrainingState training_state_ = TrainingState::kIdle;
-  ShardedState sharded_state_ = ShardedState::kSharded;
   bool prefetching_ = false;
   bool was_unsharded_ = false;  // ever
   std::optional<AllGatherResult> all_gather_result_;

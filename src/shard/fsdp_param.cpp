@@ -41,7 +41,17 @@ at::Tensor FSDPParam::part_of_flat_shard() const {
   return tensor_over(flat_->shard().storage(), flat_->orig_dtype(), shard_offset_, local_sizes_);
 }
 
-void FSDPParam::set_unsharded_storage() {
+bool FSDPParam::is_on_flat_unsharded() const {
+  const at::Tensor& flat = flat_->unsharded();
+  return unsharded_param_.storage().unsafeGetStorageImpl() ==
+             flat.storage().unsafeGetStorageImpl() &&
+         unsharded_param_.storage_offset() == flat.storage_offset() + spec_->flat_start &&
+         unsharded_param_.sizes() == at::IntArrayRef(spec_->sizes) &&
+         unsharded_param_.is_contiguous();
+}
+
+void FSDPParam::init_unsharded_param() {
+  if (is_on_flat_unsharded()) return;
   const at::Tensor& flat = flat_->unsharded();
   unsharded_param_.set_data(tensor_over(flat.storage(), flat.scalar_type(),
                                         flat.storage_offset() + spec_->flat_start, spec_->sizes));
@@ -81,7 +91,7 @@ void FSDPParam::check_not_written() {
   const int64_t version = unsharded_param_._version();
   if (has_own_storage && version == unsharded_version_) return;
   unsharded_version_ = version;  // told once; the next reshard goes on
-  if (!has_own_storage) set_unsharded_storage();
+  if (!has_own_storage) init_unsharded_param();
   FSDP_CHECK(
       StateError, false, "reshard: the unsharded parameter ", describe(spec_->fqn, spec_->sizes),
       " was ", has_own_storage ? "written to" : "given other data with set_data()",
@@ -90,14 +100,8 @@ void FSDPParam::check_not_written() {
 }
 
 void FSDPParam::check_in_place() {
-  const at::Tensor& flat = flat_->unsharded();
-  if (unsharded_param_.storage().unsafeGetStorageImpl() == flat.storage().unsafeGetStorageImpl() &&
-      unsharded_param_.storage_offset() == flat.storage_offset() + spec_->flat_start &&
-      unsharded_param_.sizes() == at::IntArrayRef(spec_->sizes) &&
-      unsharded_param_.is_contiguous()) {
-    return;
-  }
-  set_unsharded_storage();  // told once
+  if (is_on_flat_unsharded()) return;
+  init_unsharded_param();  // told once
   FSDP_CHECK(StateError, false, "unshard: the unsharded parameter ",
              describe(spec_->fqn, spec_->sizes),
              " was given another shape or other data while it was sharded (as t_() and set_data() "
@@ -142,6 +146,12 @@ void FSDPParam::sync_requires_grad() {
   if (unsharded_param_.requires_grad() != requires_grad) {
     unsharded_param_.set_requires_grad(requires_grad);
   }
+}
+
+void FSDPParam::to_unsharded() {
+  sync_requires_grad();
+  note_unsharded();
+  admit_gradients();  // of a use outside of forward
 }
 
 void FSDPParam::accumulate_unsharded_grad() {

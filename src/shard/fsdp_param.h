@@ -18,7 +18,7 @@ namespace fsdp {
 class FSDPParam {
  public:
   /// Copies this rank's rows of `param` into the shard of `flat`, which outlives this. `param` is
-  /// to be given a storage with set_unsharded_storage().
+  /// to be given a storage with init_unsharded_param().
   FSDPParam(at::Tensor param, std::string name, ShardedTensorSpecPtr spec, FlatParam& flat);
 
   [[nodiscard]] const at::Tensor& sharded_param() const { return sharded_param_; }
@@ -30,8 +30,8 @@ class FSDPParam {
   [[nodiscard]] int64_t shard_offset() const { return shard_offset_; }
   void set_fqn(const std::string& fqn);
 
-  /// Makes the unsharded parameter a part of its flat parameter's unsharded tensor.
-  void set_unsharded_storage();
+  /// Makes the unsharded parameter a part of its flat parameter's unsharded tensor, if it is not.
+  void init_unsharded_param();
 
   /// Whether the sharded parameter is where it belongs: torch::load, to() and set_data() move it
   /// off.
@@ -47,8 +47,9 @@ class FSDPParam {
   /// Freezing and unfreezing is done on the sharded parameter; takes it over.
   void sync_requires_grad();
 
-  /// Notes that the unsharded parameter has just been gathered.
-  void note_unsharded() { unsharded_version_ = unsharded_param_._version(); }
+  /// The unsharded parameter has been gathered: it requires grad as the sharded one does, and
+  /// gradients may come.
+  void to_unsharded();
   /// Throws StateError, once, if the unsharded parameter was written to, or given other data, since
   /// then: the write would be lost with its bytes.
   void check_not_written();
@@ -79,6 +80,8 @@ class FSDPParam {
 
  private:
   [[nodiscard]] at::Tensor part_of_flat_shard() const;
+  [[nodiscard]] bool is_on_flat_unsharded() const;
+  void note_unsharded() { unsharded_version_ = unsharded_param_._version(); }
 
   std::string name_;
   ShardedTensorSpecPtr spec_;

@@ -124,8 +124,9 @@ void ShardedParams::describe_access_errors() {
     access_errors_.push_back(c10::str("fsdp: a parameter of a group that is sharded together (",
                                       names, ") is", kWhereItIsWhole));
   }
-  if (is_unsharded_) return;
-  for (size_t i = 0; i < storages_.size(); ++i) free_storage(storages_[i], access_errors_[i]);
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    if (!is_allocated(storages_[i])) free_storage(storages_[i], access_errors_[i]);
+  }
 }
 
 void ShardedParams::init_dtypes(const MixedPrecisionPolicy& policy) {
@@ -167,7 +168,7 @@ void ShardedParams::init_dtypes(const MixedPrecisionPolicy& policy) {
     flats_[i]->set_unsharded(
         tensor_over(storage, dtypes[i], offsets[i], {flats_[i]->unsharded_numel()}));
   }
-  for (FSDPParam& param : params_) param.set_unsharded_storage();
+  for (FSDPParam& param : params_) param.init_unsharded_param();
 }
 
 at::ScalarType ShardedParams::reduce_dtype() const {
@@ -224,27 +225,39 @@ bool ShardedParams::take_back_sharded_params() {
 }
 
 void ShardedParams::allocate_unsharded() {
-  is_unsharded_ = true;
   for (const at::Storage& storage : storages_) allocate_storage(storage);
 }
 
 void ShardedParams::adopt_unsharded(const at::Storage& gathered) {
-  is_unsharded_ = true;
   move_bytes(gathered, storages_.front());
 }
 
 void ShardedParams::free_unsharded() {
-  is_unsharded_ = false;
   for (size_t i = 0; i < storages_.size(); ++i) free_storage(storages_[i], access_errors_[i]);
 }
 
-void ShardedParams::keep_post_forward_shards(int64_t world_size, int64_t rank) {
-  for (const auto& flat : flats_) flat->keep_post_forward_shard(world_size, rank);
+void ShardedParams::to_sharded() {
+  if (sharded_state_ == ShardedState::kSharded) return;
   free_unsharded();
+  for (const auto& flat : flats_) flat->drop_post_forward_shard();
+  sharded_state_ = ShardedState::kSharded;
 }
 
-void ShardedParams::drop_post_forward_shards() {
+void ShardedParams::to_sharded_post_forward(const FSDPMeshInfo& mesh_info) {
+  if (sharded_state_ != ShardedState::kUnsharded) return;
+  const c10::NoGradGuard no_grad;
+  for (const auto& flat : flats_) {
+    flat->keep_post_forward_shard(mesh_info.shard_size(), mesh_info.shard_rank());
+  }
+  free_unsharded();
+  sharded_state_ = ShardedState::kShardedPostForward;
+}
+
+void ShardedParams::to_unsharded() {
+  if (sharded_state_ == ShardedState::kUnsharded) return;
+  for (FSDPParam& param : params_) param.to_unsharded();
   for (const auto& flat : flats_) flat->drop_post_forward_shard();
+  sharded_state_ = ShardedState::kUnsharded;
 }
 
 }  // namespace fsdp

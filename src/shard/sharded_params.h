@@ -52,6 +52,7 @@ class ShardedParams {
   /// kFlat: the storage of all unsharded parameters.
   [[nodiscard]] const at::Storage& storage() const { return storages_.front(); }
   [[nodiscard]] c10::Device device() const { return device_; }
+  [[nodiscard]] ShardedState sharded_state() const { return sharded_state_; }
 
   /// Gives the parameters their names from the root: the path of their module, and their own.
   void set_fqns(const std::vector<std::string>& module_paths);
@@ -70,11 +71,16 @@ class ShardedParams {
   /// kFlat: gives the storage of the unsharded parameters the bytes of `gathered`, of the same
   /// size.
   void adopt_unsharded(const at::Storage& gathered);
-  /// Frees the unsharded parameters.
-  void free_unsharded();
-  /// Each rank keeps one of `world_size` parts of the unsharded parameters.
-  void keep_post_forward_shards(int64_t world_size, int64_t rank);
-  void drop_post_forward_shards();
+
+  // The transitions between states, of all parameters at once: in the flat layout they share their
+  // bytes. Each does nothing in the state that it leads to.
+  /// Frees the unsharded parameters, and what was kept of them.
+  void to_sharded();
+  /// Frees the unsharded parameters, but for one of the parts that the ranks of `mesh_info` which
+  /// shard keep. Nothing unless unsharded.
+  void to_sharded_post_forward(const FSDPMeshInfo& mesh_info);
+  /// The unsharded parameters have been gathered: nothing else is kept of them.
+  void to_unsharded();
 
  private:
   void cut(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info);
@@ -82,6 +88,7 @@ class ShardedParams {
   void check_device() const;
   void make_storages();
   void describe_access_errors();
+  void free_unsharded();
 
   Layout layout_;
   c10::Device device_;
@@ -90,7 +97,7 @@ class ShardedParams {
   std::vector<std::unique_ptr<FlatParam>> flats_;
   std::vector<at::Storage> storages_;       // of the unsharded parameters: one; or one for each
   std::vector<std::string> access_errors_;  // what a use of them says while they are freed
-  bool is_unsharded_ = false;
+  ShardedState sharded_state_ = ShardedState::kSharded;
   std::optional<at::ScalarType> reduce_dtype_;
 };
 

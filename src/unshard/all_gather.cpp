@@ -21,9 +21,10 @@ at::ScalarType gather_dtype(const ShardedParams& params) {
   return uniform ? first : at::kByte;
 }
 
-// On a device the all-gather stream waits, not the host; on CPU whoever needs the parameters does.
-void record(AllGatherResult& result, const AllGatherStreams& streams) {
-  if (result.work && has_streams(result.buffer.device().type())) {
+// On a device the all-gather stream waits, not the host; on CPU, and if asked to, whoever needs the
+// parameters does.
+void record(AllGatherResult& result, bool async_op, const AllGatherStreams& streams) {
+  if (result.work && !async_op && has_streams(result.buffer.device().type())) {
     wait_for(*result.work, *result.group, "all-gather of unshard");
     result.work.reset();
   }
@@ -31,8 +32,9 @@ void record(AllGatherResult& result, const AllGatherStreams& streams) {
 }
 
 // kFlat: each flat parameter is gathered to where it lies in the group's storage.
-void gather_flat(AllGatherResult& result, ShardedParams& params, int64_t rank,
+void gather_flat(AllGatherResult& result, ShardedParams& params, bool async_op,
                  const AllGatherStreams& streams) {
+  const int64_t world_size = result.group->getSize();
   std::vector<at::Tensor> inputs, outputs;
   {
     const StreamGuard on_copy_in(streams.copy_in);
@@ -44,27 +46,28 @@ void gather_flat(AllGatherResult& result, ShardedParams& params, int64_t rank,
       outputs.push_back(tensor_over(result.buffer.storage(), unsharded.scalar_type(),
                                     unsharded.storage_offset(), unsharded.sizes()));
       inputs.push_back(flat->all_gather_input());
-      if (result.world_size > 1 && inputs.back().scalar_type() == unsharded.scalar_type()) continue;
+      if (world_size > 1 && inputs.back().scalar_type() == unsharded.scalar_type()) continue;
       // Cast into this rank's part.
-      const int64_t numel = unsharded.numel() / result.world_size;
-      const at::Tensor part = outputs.back().narrow(0, rank * numel, numel);
+      const int64_t numel = unsharded.numel() / world_size;
+      const at::Tensor part = outputs.back().narrow(0, result.group->getRank() * numel, numel);
       part.copy_(inputs.back());
       inputs.back() = part;
     }
   }
   streams.all_gather.wait(streams.copy_in);
   const StreamGuard on_all_gather(streams.all_gather);
-  if (result.world_size > 1 && outputs.size() == 1) {
+  if (world_size > 1 && outputs.size() == 1) {
     result.work = result.group->_allgather_base(outputs.front(), inputs.front());
-  } else if (result.world_size > 1 && outputs.size() > 1) {
+  } else if (world_size > 1 && outputs.size() > 1) {
     result.work = result.group->allgather_into_tensor_coalesced(outputs, inputs);
   }
-  record(result, streams);
+  record(result, async_op, streams);
 }
 
 // kPerParameter: the ranks' parts of all parameters one after the other, as one collective.
-void gather_per_parameter(AllGatherResult& result, ShardedParams& params, int64_t rank,
+void gather_per_parameter(AllGatherResult& result, ShardedParams& params, bool async_op,
                           const AllGatherStreams& streams) {
+  const int64_t world_size = result.group->getSize();
   int64_t rank_bytes = 0;
   for (const auto& flat : params.flats()) {
     const int64_t bytes = flat->all_gather_input().numel() *
@@ -72,7 +75,7 @@ void gather_per_parameter(AllGatherResult& result, ShardedParams& params, int64_
     result.part_bytes.push_back(bytes);
     rank_bytes += bytes;
   }
-  if (result.world_size == 1 || rank_bytes == 0) return;  // copy-out reads the shards
+  if (world_size == 1 || rank_bytes == 0) return;  // copy-out reads the shards
 
   const at::ScalarType dtype = gather_dtype(params);
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
@@ -80,9 +83,9 @@ void gather_per_parameter(AllGatherResult& result, ShardedParams& params, int64_
   at::Tensor input;
   {
     const StreamGuard on_copy_in(streams.copy_in);
-    result.buffer = at::empty({rank_numel * result.world_size},
+    result.buffer = at::empty({rank_numel * world_size},
                               at::TensorOptions().dtype(dtype).device(params.device()));
-    input = result.buffer.narrow(0, rank * rank_numel, rank_numel);
+    input = result.buffer.narrow(0, result.group->getRank() * rank_numel, rank_numel);
     int64_t offset = 0;
     for (size_t i = 0; i < params.flats().size(); ++i) {
       const FlatParam& flat = *params.flats()[i];
@@ -96,7 +99,7 @@ void gather_per_parameter(AllGatherResult& result, ShardedParams& params, int64_
   streams.all_gather.wait(streams.copy_in);
   const StreamGuard on_all_gather(streams.all_gather);
   result.work = result.group->_allgather_base(result.buffer, input);
-  record(result, streams);
+  record(result, async_op, streams);
 }
 
 void copy_out_per_parameter(AllGatherResult& result, ShardedParams& params) {
@@ -107,7 +110,7 @@ void copy_out_per_parameter(AllGatherResult& result, ShardedParams& params) {
     }
     return;
   }
-  const at::Tensor parts = result.buffer.view({result.world_size, -1});
+  const at::Tensor parts = result.buffer.view({result.group->getSize(), -1});
   const auto element_bytes = static_cast<int64_t>(result.buffer.element_size());
   int64_t offset = 0;
   for (size_t i = 0; i < params.params().size(); ++i) {
@@ -126,16 +129,14 @@ void copy_out_per_parameter(AllGatherResult& result, ShardedParams& params) {
 }  // namespace
 
 AllGatherResult foreach_all_gather(ShardedParams& params, const ProcessGroupPtr& group,
-                                   int64_t world_size, int64_t rank,
-                                   const AllGatherStreams& streams) {
+                                   bool async_op, const AllGatherStreams& streams) {
   const c10::NoGradGuard no_grad;
   AllGatherResult result;
-  result.world_size = world_size;
   result.group = group;
   if (params.layout() == Layout::kFlat) {
-    gather_flat(result, params, rank, streams);
+    gather_flat(result, params, async_op, streams);
   } else {
-    gather_per_parameter(result, params, rank, streams);
+    gather_per_parameter(result, params, async_op, streams);
   }
   return result;
 }

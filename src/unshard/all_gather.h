@@ -23,27 +23,33 @@ struct AllGatherResult {
   /// kFlat: the bytes of the unsharded parameters' storage.
   at::Tensor buffer;
   std::vector<int64_t> part_bytes;  ///< kPerParameter: of each parameter in a rank's part
-  int64_t world_size = 1;           ///< of the group that gathers
-  ProcessGroupPtr group;
-  c10::intrusive_ptr<c10d::Work> work;  ///< null once the all-gather stream waits for it
-  Event done;                           ///< on the all-gather stream
+  ProcessGroupPtr group;            ///< that gathers
+  /// What copy-out waits for; null if the all-gather stream waits for it.
+  c10::intrusive_ptr<c10d::Work> work;
+  Event done;  ///< on the all-gather stream
 };
 
 /// Starts the all-gather of the parameters of one group, cast to their compute dtypes.
 ///
 /// Memory:  one buffer of the unsharded bytes. A rank's own part is written in place; kFlat without
 ///          a cast sends the flat shard itself.
-/// Streams: see AllGatherStreams; the caller waits with foreach_all_gather_copy_out.
+/// Streams: see AllGatherStreams; the caller waits with foreach_all_gather_copy_out. With
+///          `async_op` no stream waits for the collective before that; else, on a device, the
+///          all-gather stream does, and the host never.
 /// Ranks:   one collective over `group`, coalesced if there are several flat parameters; none with
-///          one rank.
+///          one rank. `group` is that of the parameters' shards, or, of post-forward shards, that
+///          of the post-forward mesh.
 /// Source:  PyTorch 2.13, _fsdp_collectives.foreach_all_gather.
 [[nodiscard]] AllGatherResult foreach_all_gather(ShardedParams& params,
-                                                 const ProcessGroupPtr& group, int64_t world_size,
-                                                 int64_t rank, const AllGatherStreams& streams);
+                                                 const ProcessGroupPtr& group, bool async_op,
+                                                 const AllGatherStreams& streams);
 
-/// Waits for the all-gather, on the current stream, and makes the parameters valid. kFlat: moves
-/// the buffer's bytes into their storage, and copies nothing. kPerParameter: copies each
-/// parameter's parts into its own. Errors:  CommError if the collective failed.
+/// Waits for the all-gather, on the current stream, and makes the unsharded parameters' values
+/// whole; to_unsharded() comes next. kFlat: moves the buffer's bytes into their storage, and copies
+/// nothing. kPerParameter: copies each parameter's parts into its own.
+///
+/// Errors:  CommError if the collective failed.
+/// Source:  PyTorch 2.13, _fsdp_collectives.foreach_all_gather_copy_out.
 void foreach_all_gather_copy_out(AllGatherResult& result, ShardedParams& params);
 
 }  // namespace fsdp

@@ -1,6 +1,4 @@
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adam.h>
@@ -103,23 +101,25 @@ FSDP_BOTH_LAYOUTS(UnshardMultiProcess);
 // loss of ten steps against the model that is only replicated; and none is begun a second time.
 TEST_P(UnshardMultiProcess, test_unshard_async) {
   testing::run_world(2, [&](const ProcessGroupPtr& group) {
+    const c10::Device device = testing::suite_device();
     ReduceModel reference = make_model(group);
+    reference->to(device);
     replicate(*reference);
     torch::optim::Adam reference_optimizer(reference->parameters(),
                                            torch::optim::AdamOptions(1e-2));
 
     ReduceModel model = make_model(group);
+    for (ReduceModule& module : model->reduce_modules) module->to(device);  // is not sharded
     for (MLP& mlp : model->mlps->mlps) {
-      fully_shard(*mlp, {.reshard_after_forward = false, .layout = GetParam()});
+      fully_shard(*mlp, testing::shard_options(GetParam(), /*reshard_after_forward=*/false));
     }
-    fully_shard(*model->mlps, {.layout = GetParam()});
+    fully_shard(*model->mlps, testing::shard_options(GetParam()));
     replicate(*model);
     torch::optim::Adam optimizer(parameters(*model), torch::optim::AdamOptions(1e-2));
     const auto recorder = std::make_shared<testing::Recorder>();
     set_schedule_observer(*model, recorder);
 
-    at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(42 + group->getRank() + 1);
-    const at::Tensor input_BD = at::randn({kBatch, kDim}, generator);
+    const at::Tensor input_BD = testing::seeded_randn({kBatch, kDim}, 42 + group->getRank() + 1);
     for (int step = 0; step < 10; ++step) {
       const at::Tensor reference_loss = reference(input_BD).sum();
       const at::Tensor loss = model(input_BD).sum();

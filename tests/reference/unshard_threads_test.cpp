@@ -31,9 +31,9 @@ FSDP_MODULE(TwoLinears);
 TEST_P(UnshardMultiThread, test_unshard_no_param_group) {
   run_world(2, [](const ProcessGroupPtr&) {
     TwoLinears model;
-    fully_shard(*model->first, {.layout = GetParam()});
-    fully_shard(*model->second, {.layout = GetParam()});
-    FSDPModule& root = fully_shard(*model, {.layout = GetParam()});
+    fully_shard(*model->first, testing::shard_options(GetParam()));
+    fully_shard(*model->second, testing::shard_options(GetParam()));
+    FSDPModule& root = fully_shard(*model, testing::shard_options(GetParam()));
     UnshardHandle handle = root.unshard_async();
     handle.wait();
     EXPECT_TRUE(root.unsharded_parameters().empty());
@@ -48,12 +48,15 @@ TEST_P(UnshardMultiThread, test_unshard_without_lazy_init) {
     testing::MLP reference(4);
     testing::init_parameters(*model);
     testing::init_parameters(*reference);
-    FSDPModule& root = fully_shard(*model, {.layout = GetParam()});
+    FSDPModule& root = fully_shard(*model, testing::shard_options(GetParam()));
     root.unshard();
     const auto expected = reference->named_parameters();
     const auto unsharded = root.unsharded_parameters();
     ASSERT_EQ(unsharded.size(), expected.size());
-    for (const auto& [name, param] : unsharded) EXPECT_TRUE(param.equal(expected[name])) << name;
+    for (const auto& [name, param] : unsharded) {
+      EXPECT_EQ(param.device(), testing::suite_device()) << name;
+      EXPECT_TRUE(param.detach().cpu().equal(expected[name])) << name;
+    }
   });
 }
 

@@ -8,6 +8,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <c10/core/GradMode.h>
 
+#include "fsdp/activation.h"
 #include "fsdp/fully_shard.h"
 
 namespace fsdp::testing {
@@ -58,7 +59,8 @@ at::Tensor TransformerBlockImpl::forward(const at::Tensor& x_BSD) {
   return h_BSD + w2(at::gelu(w1(ffn_norm(h_BSD))));
 }
 
-TransformerImpl::TransformerImpl(const TransformerOptions& options) {
+TransformerImpl::TransformerImpl(const TransformerOptions& options)
+    : checkpoint_activations(options.checkpoint_activations) {
   tok_embeddings =
       register_module("tok_embeddings", fsdp::nn::Embedding(options.vocab_size, options.dim));
   pos_embeddings =
@@ -79,7 +81,9 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options) {
 at::Tensor TransformerImpl::forward(const at::Tensor& tokens_BS) {
   at::Tensor h_BSD = tok_embeddings(tokens_BS) +
                      pos_embeddings(at::arange(tokens_BS.size(1), tokens_BS.options()));
-  for (TransformerBlock& block : blocks) h_BSD = block(h_BSD);
+  for (TransformerBlock& block : blocks) {
+    h_BSD = checkpoint_activations ? fsdp::checkpoint(block, h_BSD) : block(h_BSD);
+  }
   return output(norm(h_BSD)).to(at::kFloat);
 }
 

@@ -42,6 +42,7 @@ struct TransformerOptions {
   int64_t num_heads = 4;
   int64_t ffn_dim = 64;
   bool weight_tying = true;
+  bool checkpoint_activations = false;  ///< each layer is called through checkpoint()
 };
 
 struct TransformerBlockImpl : torch::nn::Module {
@@ -70,6 +71,7 @@ struct TransformerImpl : torch::nn::Module {
   fsdp::nn::Linear output{nullptr};
 
   std::vector<TransformerBlock> blocks;  ///< the entries of layers
+  bool checkpoint_activations = false;
 };
 FSDP_MODULE(Transformer);
 

@@ -39,7 +39,8 @@ std::vector<std::string> events(const std::string& table, const char* unshard, c
 void Recorder::on_event(const ScheduleEvent& event) {
   const char letter = letter_of(event.kind);
   if (kinds_.find(letter) == std::string::npos) return;
-  if (!event.changed && event.kind != ScheduleEventKind::kPostBackward) return;
+  const bool shows_all = event.kind == ScheduleEventKind::kPostBackward && !only_changes_;
+  if (!event.changed && !shows_all) return;
   lines_.push_back(std::string(1, letter) + " '" + event.module_path + "' " +
                    to_string(event.training_state));
 }

@@ -9,10 +9,12 @@
 namespace fsdp::testing {
 
 /// Writes schedule events down as FSDP2's tests do: "U layers.0 FORWARD", only those that changed
-/// something for unshard, and no reshard of a group that stays unsharded after forward.
+/// something for unshard, and no reshard of a group that stays unsharded after forward. With
+/// `only_changes` also no post-backward that found no gradients.
 class Recorder : public ScheduleObserver {
  public:
-  explicit Recorder(std::string kinds = "UP") : kinds_(std::move(kinds)) {}
+  explicit Recorder(std::string kinds = "UP", bool only_changes = false)
+      : kinds_(std::move(kinds)), only_changes_(only_changes) {}
 
   void on_event(const ScheduleEvent& event) override;
   /// What was written since the last call.
@@ -20,6 +22,7 @@ class Recorder : public ScheduleObserver {
 
  private:
   std::string kinds_;
+  bool only_changes_;
   std::vector<std::string> lines_;
 };
 
