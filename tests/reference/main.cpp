@@ -1,4 +1,6 @@
 #include <cstdio>
+#include <cstdlib>
+#include <map>
 #include <string>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -6,12 +8,62 @@
 
 #include "fsdp/process_group.h"
 #include "reference/world.h"
+#ifdef FSDP_SIM
+#include "fsdp/sim.h"
+#endif
 
 // The reference suite: `reference_test` with ranks as threads, or, one rank of several,
 // `torchrun --nproc-per-node=4 --no-python reference_test --processes`. `--device=npu` or
-// `--device=cuda` runs it there instead of on the CPU.
+// `--device=cuda` runs it there instead of on the CPU. Where npus are simulated, `--num-devices=4` is
+// how many the ranks share (1 unless given), and `--execution=late` how late their work runs
+// (eager, late-side-streams, late-default-streams, late).
 
 namespace {
+
+#ifdef FSDP_SIM
+struct SimOptions {
+  int num_devices = 1;
+  fsdp::sim::Execution execution = fsdp::sim::Execution::kEager;
+};
+
+SimOptions& sim_options() {
+  static SimOptions options;
+  return options;
+}
+
+bool choose_execution(const std::string& name) {
+  static const std::map<std::string, fsdp::sim::Execution> executions = {
+      {"eager", fsdp::sim::Execution::kEager},
+      {"late-side-streams", fsdp::sim::Execution::kLateSideStreams},
+      {"late-default-streams", fsdp::sim::Execution::kLateDefaultStreams},
+      {"late", fsdp::sim::Execution::kLate}};
+  const auto found = executions.find(name);
+  if (found == executions.end()) {
+    std::fprintf(stderr, "reference_test: --execution=%s is unknown\n", name.c_str());
+    return false;
+  }
+  sim_options().execution = found->second;
+  return true;
+}
+
+bool parse_sim(const std::string& argument) {
+  const std::string devices = "--num-devices=", execution = "--execution=";
+  if (argument.rfind(devices, 0) == 0) {
+    sim_options().num_devices = std::atoi(argument.c_str() + devices.size());
+    return true;
+  }
+  return argument.rfind(execution, 0) == 0 && choose_execution(argument.substr(execution.size()));
+}
+
+void start_sim() {
+  if (fsdp::testing::suite_options().device_type != c10::DeviceType::PrivateUse1) return;
+  fsdp::sim::enable(sim_options().num_devices);
+  fsdp::sim::set_execution(sim_options().execution);
+}
+#else
+bool parse_sim(const std::string&) { return false; }
+void start_sim() {}
+#endif
 
 // Sets the suite's device type; false if it is unknown, or there is none of it.
 bool choose_device(const std::string& name) {
@@ -26,6 +78,7 @@ bool choose_device(const std::string& name) {
     return false;
   }
   type = name == "npu" ? c10::DeviceType::PrivateUse1 : c10::DeviceType::CUDA;
+  start_sim();
   if (!c10::impl::hasDeviceGuardImpl(type)) {
     std::fprintf(stderr,
                  "reference_test: --device=%s: this build of libtorch does not compute on such a "
@@ -43,21 +96,23 @@ bool choose_device(const std::string& name) {
 // Whether all arguments are known and can be done.
 bool parse(int argc, char** argv) {
   const std::string device = "--device=";
+  std::string device_name = "cpu";
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--processes") {
       fsdp::testing::suite_options().processes = true;
     } else if (argument.compare(0, device.size(), device) == 0) {
-      if (!choose_device(argument.substr(device.size()))) return false;
-    } else {
+      device_name = argument.substr(device.size());
+    } else if (!parse_sim(argument)) {
       std::fprintf(stderr,
-                   "reference_test: unknown argument %s; there are --processes and "
-                   "--device=cpu|npu|cuda\n",
+                   "reference_test: unknown argument %s; there are --processes, "
+                   "--device=cpu|npu|cuda, and for simulated npus --num-devices=N and "
+                   "--execution=eager|late-side-streams|late-default-streams|late\n",
                    argv[i]);
       return false;
     }
   }
-  return true;
+  return choose_device(device_name);
 }
 
 }  // namespace
