@@ -21,7 +21,9 @@ struct ProcessGroupOptions {
   std::optional<int> world_size;
   std::optional<std::string> master_addr;  ///< host of rank 0
   std::optional<int> master_port;          ///< TCP port on that host where rank 0 keeps the store
-  std::string backend = "gloo";            ///< "gloo"
+  /// "gloo", for tensors of the CPU. In a build with FSDP_WITH_NPU also "hccl", for those of the
+  /// rank's NPU, and "cpu:gloo,npu:hccl", for both.
+  std::string backend = "gloo";
   /// A collective that some rank does not join ends with CommError after this long.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
@@ -29,10 +31,13 @@ struct ProcessGroupOptions {
 /// Joins this process to the job and makes its group the default one of the calling thread.
 ///
 /// Ranks:   every rank calls it, with the same backend and world size; returns when all are there.
+/// Devices: with HCCL the NPU of the rank's number on its machine (LOCAL_RANK) becomes the calling
+///          thread's current device. Leave the job (destroy_process_group) before main returns.
 /// Threads: also starts one thread that tells the others every second that this rank is alive, so
 ///          that an error can name the rank that died.
 /// Errors:  ConfigError names each missing variable of the launchers' environments, or the bad
-///          value; CommError if the others do not come within `timeout`.
+///          value, or the NPU that is not there; CommError if the others do not come within
+///          `timeout`.
 /// Source:  torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), Open MPI
 ///          (OMPI_COMM_WORLD_*), MPICH (PMI_RANK, PMI_SIZE), Slurm (SLURM_PROCID, SLURM_NTASKS).
 ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
