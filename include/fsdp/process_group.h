@@ -32,7 +32,7 @@ struct ProcessGroupOptions {
 ///
 /// Ranks:   every rank calls it, with the same backend and world size; returns when all are there.
 /// Devices: with HCCL the NPU of the rank's number on its machine (LOCAL_RANK) becomes the calling
-///          thread's current device. Leave the job (destroy_process_group) before main returns.
+///          thread's current device; destroy_process_group must be called before main returns.
 /// Threads: also starts one thread that tells the others every second that this rank is alive, so
 ///          that an error can name the rank that died.
 /// Errors:  ConfigError names each missing variable of the launchers' environments, or the bad
@@ -45,7 +45,8 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
 /// The group that init_process_group or run_ranks gave this rank's thread; StateError without one.
 ProcessGroupPtr default_process_group();
 
-/// Forgets the default group of the calling thread and leaves the job.
+/// Forgets the default group of the calling thread and leaves the job. With HCCL it also ends the
+/// use of NPUs in this process: tensors on them may still be freed, and nothing else.
 void destroy_process_group();
 
 /// A new group of `ranks` (ranks of `parent`, in the order they shall have), on the same backend.

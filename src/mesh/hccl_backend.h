@@ -32,4 +32,8 @@ struct HcclOptions {
 ///          says if it does not start.
 [[gnu::weak]] void init_npu(int index);
 
+/// Ends torch_npu in this process: waits for the NPUs, and gives back what it has of them. No work
+/// on NPUs after it. Null as make_hccl_backend is.
+[[gnu::weak]] void end_npu();
+
 }  // namespace fsdp

@@ -30,6 +30,7 @@ class JobGroup final : public c10d::ProcessGroup {
 
   const std::string getBackendName() const override;
   [[nodiscard]] const std::vector<int>& job_ranks() const { return job_ranks_; }
+  [[nodiscard]] bool has_npu() const { return npu_backend_.defined(); }
   [[nodiscard]] PeerMonitor* monitor() const { return monitor_.get(); }
 
   /// The group of `ranks` (of this one); null if this rank is not among them.

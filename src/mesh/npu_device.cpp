@@ -9,13 +9,15 @@
 // whether the thread holds Python's lock, and without an interpreter the answer is yes, after which
 // giving the lock back ends the process. So an interpreter is started here, unless the program has
 // one, its lock is given back at once, and torch_npu's own initialisation is called in it; what is
-// imported is the torch and the torch_npu whose libraries this process has loaded.
+// imported is the torch and the torch_npu whose libraries this process has loaded. For the end
+// Python calls what torch_npu registered with its atexit; an exit of the process would be too late,
+// since torch_npu's thread-local state and its threads are gone by then.
 //
 // All of this is looked up as weak symbols: either build will do, and neither torch_npu's nor
 // Python's headers are needed.
 
 #include <dlfcn.h>
-#include <cstdlib>
+#include <atomic>
 #include <filesystem>
 #include <mutex>
 #include <string>
@@ -38,7 +40,6 @@ c10::DeviceIndex device_count() noexcept;
 extern "C" {
 [[gnu::weak]] int Py_IsInitialized();
 [[gnu::weak]] void Py_InitializeEx(int install_signal_handlers);
-[[gnu::weak]] int Py_FinalizeEx();
 [[gnu::weak]] void* PyEval_SaveThread();
 [[gnu::weak]] int PyGILState_Ensure();
 [[gnu::weak]] void PyGILState_Release(int state);
@@ -50,6 +51,8 @@ extern "C" {
 
 namespace fsdp {
 namespace {
+
+std::atomic<bool> owns_interpreter = false;  // it is the process's, as torch_npu is
 
 // The folder that holds the Python package of a loaded library: <folder>/torch/lib/libc10.so.
 std::string package_folder(const void* symbol) {
@@ -90,24 +93,17 @@ std::string start_code(int index) {
       "    fsdp_npu_error = type(fsdp_error).__name__ + ': ' + str(fsdp_error)\n");
 }
 
-// Python calls torch_npu's functions for the end of the process.
-void finalize_python() {
-  PyGILState_Ensure();
-  Py_FinalizeEx();
-}
-
 void start_in_python(int index) {
   FSDP_CHECK(
       ConfigError, Py_InitializeEx != nullptr,
       "init_process_group: this libtorch_npu.so needs Python, and libpython is not linked to "
       "this program. Link it, or use a torch_npu that was built for libtorch.");
-  static std::once_flag started, imported;  // by this process
-  static bool is_ours = false;              // or the program is Python, or has it
+  static std::once_flag started;  // by all rank threads of this process
   std::call_once(started, [] {
-    if (Py_IsInitialized() != 0) return;
+    if (Py_IsInitialized() != 0) return;  // the program is Python, or has it
     Py_InitializeEx(/*install_signal_handlers=*/0);
     PyEval_SaveThread();
-    is_ours = true;
+    owns_interpreter = true;
   });
   const int state = PyGILState_Ensure();
   std::string error = "the code that starts it is refused";
@@ -116,21 +112,13 @@ void start_in_python(int index) {
         PyUnicode_AsUTF8(PyObject_GetAttrString(PyImport_AddModule("__main__"), "fsdp_npu_error"));
   }
   PyGILState_Release(state);
-  // Not before: the exit then destroys what was imported first, and Python calls into it.
-  std::call_once(imported, [] {
-    if (is_ours) std::atexit(finalize_python);
-  });
   FSDP_CHECK(StateError, error.empty(), "init_process_group: torch_npu does not start on NPU ",
              index, ". It says: ", error,
              ". Does `import torch_npu` work in the Python that it was installed for, in this "
              "environment?");
 }
 
-void start_without_python(int index) {
-  torch_npu::init_npu(static_cast<c10::DeviceIndex>(index));
-  static std::once_flag registered;
-  std::call_once(registered, [] { std::atexit(torch_npu::finalize_npu); });
-}
+void start_without_python(int index) { torch_npu::init_npu(static_cast<c10::DeviceIndex>(index)); }
 
 }  // namespace
 
@@ -147,6 +135,16 @@ void init_npu(int index) {
     start_in_python(index);
   }
   guard.setDevice(c10::Device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)));
+}
+
+void end_npu() {
+  if (torch_npu::init_npu != nullptr) {
+    torch_npu::finalize_npu();
+  } else if (owns_interpreter.exchange(false)) {
+    const int state = PyGILState_Ensure();
+    PyRun_SimpleStringFlags("import atexit\natexit._run_exitfuncs()\n", nullptr);
+    PyGILState_Release(state);
+  }
 }
 
 }  // namespace fsdp
