@@ -21,6 +21,7 @@ struct RawOptions {
   std::optional<int64_t> kv_heads;
   std::optional<int64_t> warmup_steps;
   std::optional<double> min_lr;
+  std::string device = "cpu";
   std::string dtype = "fp32";
   std::string reshard_after_forward = "auto";
 };
@@ -40,6 +41,11 @@ void add_rank_options(CLI::App& app, TrainConfig& config, RawOptions& raw) {
   app.add_option("--ranks", raw.ranks,
                  "Ranks, as threads of this process [2]; under torchrun, mpirun or srun the "
                  "launcher's processes are the ranks")
+      ->group(group);
+  app.add_option(
+         "--device", raw.device,
+         "cpu, or npu: Ascend NPUs, one for each of a launcher's processes (docs/ascend.md)")
+      ->check(CLI::IsMember({"cpu", "npu"}))
       ->group(group);
   app.add_option("--dtype", raw.dtype,
                  "fp32, or bf16: parameters and activations in bf16, gradients reduced in fp32")
@@ -169,6 +175,9 @@ void TrainConfig::check() const {
   model.check();
   check_at_least("--ranks", ranks, 1);
   check_at_least("--timeout", static_cast<double>(timeout_s), 1);
+  FSDP_CHECK(ConfigError, launched || !npu,
+             "--device npu needs a process for each rank. Start it with torchrun --nproc-per-node=",
+             ranks, " --no-python fsdp-train --device npu ..., or with mpirun or srun.");
   check_at_least("--steps", static_cast<double>(steps), 1);
   check_at_least("--batch-size", static_cast<double>(batch_size), 1);
   check_at_least("--accumulate-steps", static_cast<double>(accumulate_steps), 1);
@@ -236,6 +245,7 @@ CommandLine parse_command_line(std::vector<std::string> arguments,
 
   config.ranks = ranks_of(raw, launcher, config.ranks);
   config.launched = launcher.has_value();
+  config.npu = raw.device == "npu";
   config.bf16 = raw.dtype == "bf16";
   config.reshard_after_forward = parse_reshard_after_forward(raw.reshard_after_forward);
   config.model.num_key_value_heads = raw.kv_heads.value_or(config.model.num_attention_heads);

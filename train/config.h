@@ -27,6 +27,7 @@ struct TrainConfig {
   int ranks = 2;          ///< number of ranks
   bool launched = false;  ///< a launcher started them as processes; else they are threads
   int64_t timeout_s = 300;
+  bool npu = false;   ///< compute on Ascend NPUs, one for each rank; else on the CPU
   bool bf16 = false;  ///< compute in bf16, reduce in fp32
   ReshardAfterForward reshard_after_forward;
 

@@ -20,6 +20,7 @@
 #endif
 #include <fmt/format.h>
 
+#include "fsdp/device_mesh.h"
 #include "fsdp/error.h"
 #include "fsdp/fully_shard.h"
 #include "fsdp/optim.h"
@@ -35,6 +36,7 @@ models::LlamaForCausalLM make_model(const TrainConfig& config) {
   initialize(llama, config.model, at::make_generator<at::CPUGeneratorImpl>(config.seed));
 
   FullyShardOptions options;
+  options.mesh = init_device_mesh(config.npu ? c10::kPrivateUse1 : c10::kCPU);
   options.reshard_after_forward = config.reshard_after_forward;
   if (config.bf16) {
     options.mp_policy.param_dtype = at::kBFloat16;
@@ -67,10 +69,10 @@ void set_lr(torch::optim::Optimizer& optimizer, double lr) {
 
 void print_start(const TrainConfig& config, const TokenFile& data) {
   const models::LlamaConfig& model = config.model;
-  fmt::print("fsdp-train: {} layers of {} features, {} ranks as {}, {}; {} tokens from {}\n",
+  fmt::print("fsdp-train: {} layers of {} features, {} ranks as {}{}, {}; {} tokens from {}\n",
              model.num_hidden_layers, model.hidden_size, config.ranks,
-             config.launched ? "processes" : "threads", config.bf16 ? "bf16" : "fp32",
-             data.tokens().size(), config.data);
+             config.launched ? "processes" : "threads", config.npu ? " on NPUs" : "",
+             config.bf16 ? "bf16" : "fp32", data.tokens().size(), config.data);
 }
 
 class Stopwatch {
@@ -104,7 +106,7 @@ StepMetrics Trainer::step(int64_t step) {
   set_lr(optimizer_, lr);
   optimizer_.zero_grad();
 
-  at::Tensor loss = at::zeros({});
+  at::Tensor loss = at::zeros({}, device());
   const int64_t count = config_.local_batch_size();
   for (int64_t micro = 0; micro < config_.accumulate_steps; ++micro) {
     const bool last = micro + 1 == config_.accumulate_steps;
@@ -136,12 +138,13 @@ StepMetrics Trainer::step(int64_t step) {
 }
 
 at::Tensor Trainer::loss_of(const Batch& batch) {
-  const at::Tensor logits_BTV = llama_(batch.inputs_BT);
-  return at::cross_entropy_loss(logits_BTV.flatten(0, 1), batch.targets_BT.flatten());
+  const at::Tensor logits_BTV = llama_(batch.inputs_BT.to(device()));
+  return at::cross_entropy_loss(logits_BTV.flatten(0, 1), batch.targets_BT.to(device()).flatten());
 }
 
 double Trainer::mean_over_ranks(const at::Tensor& value) {
-  std::vector<at::Tensor> sum = {value.detach().to(at::kDouble, /*non_blocking=*/false,
+  // On the host: HCCL sums no doubles.
+  std::vector<at::Tensor> sum = {value.detach().to(at::kCPU, at::kDouble, /*non_blocking=*/false,
                                                    /*copy=*/true)};
   group_->allreduce(sum)->wait();
   return sum[0].item<double>() / group_->getSize();
@@ -151,7 +154,7 @@ double Trainer::validate() {
   const torch::NoGradGuard no_grad;
   const int64_t count = config_.batch_size / config_.ranks;
   const int64_t total = config_.val_batches * config_.batch_size;
-  at::Tensor loss = at::zeros({});
+  at::Tensor loss = at::zeros({}, device());
   for (int64_t batch = 0; batch < config_.val_batches; ++batch) {
     const int64_t first = (batch * config_.ranks + group_->getRank()) * count;
     loss +=
@@ -169,7 +172,8 @@ std::vector<uint16_t> Trainer::sample() {
   for (int64_t i = 0; i < config_.sample_tokens; ++i) {
     const size_t length = std::min(tokens.size(), static_cast<size_t>(config_.seq_len()));
     const std::vector<int64_t> context(tokens.end() - static_cast<int64_t>(length), tokens.end());
-    const at::Tensor logits_V = llama_(at::tensor(context).unsqueeze(0)).select(0, 0).select(0, -1);
+    const at::Tensor context_BT = at::tensor(context).unsqueeze(0).to(device());
+    const at::Tensor logits_V = llama_(context_BT).select(0, 0).select(0, -1).cpu();
     const at::Tensor next = config_.temperature == 0
                                 ? logits_V.argmax()
                                 : (logits_V / config_.temperature)
@@ -250,6 +254,7 @@ void train(const TrainConfig& config) {
   if (config.launched) {
     ProcessGroupOptions options;
     options.timeout = timeout;
+    if (config.npu) options.backend = "cpu:gloo,npu:hccl";
     run_rank(init_process_group(options));
     destroy_process_group();
   } else {

@@ -39,6 +39,7 @@ class Trainer {
   std::vector<uint16_t> sample();
 
  private:
+  [[nodiscard]] c10::Device device() const { return params_[0].device(); }
   at::Tensor loss_of(const Batch& batch);
   double mean_over_ranks(const at::Tensor& value);
   void report(double val_loss);

@@ -35,7 +35,8 @@ struct AdamWOptions : torch::optim::OptimizerCloneableOptions<AdamWOptions> {
 
 /// What AdamW keeps of one parameter, under its TensorImpl in state(). Names are PyTorch's.
 ///
-/// Shapes:  as the parameter, `step` 0-dim of float; views, see AdamW. Sharded if the parameter is:
+/// Shapes:  as the parameter, `step` 0-dim of float (on the CPU if the parameter's
+///          device has no fused kernel); views, see AdamW. Sharded if the parameter is:
 ///          full_tensor(exp_avg) gathers it.
 struct AdamWParamState : torch::optim::OptimizerCloneableParamState<AdamWParamState> {
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -47,7 +48,8 @@ struct AdamWParamState : torch::optim::OptimizerCloneableParamState<AdamWParamSt
   at::Tensor max_exp_avg_sq;  ///< undefined without amsgrad
 };
 
-/// Adam with decoupled weight decay: one fused kernel for all parameters of a group.
+/// Adam with decoupled weight decay: one fused kernel for all parameters of a group, where torch
+/// has it (CPU, CUDA), else operators over lists of parameters.
 ///
 /// A torch::optim::Optimizer, so zero_grad(), learning-rate schedulers and torch::save work. Each
 /// rank steps its own shards; plain parameters may be mixed in. Build it after fully_shard(), from

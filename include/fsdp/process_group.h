@@ -21,7 +21,9 @@ struct ProcessGroupOptions {
   std::optional<int> world_size;
   std::optional<std::string> master_addr;  ///< host of rank 0
   std::optional<int> master_port;          ///< TCP port on that host where rank 0 keeps the store
-  std::string backend = "gloo";            ///< "gloo"
+  /// "gloo", for tensors of the CPU. In a build with FSDP_WITH_NPU also "hccl", for those of the
+  /// rank's NPU, and "cpu:gloo,npu:hccl", for both.
+  std::string backend = "gloo";
   /// A collective that some rank does not join ends with CommError after this long.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
@@ -29,11 +31,14 @@ struct ProcessGroupOptions {
 /// Joins this process to the job and makes its group the default one of the calling thread.
 ///
 /// Ranks:   every rank calls it, with the same backend and world size; returns when all are there.
+/// Devices: with HCCL the NPU of the rank's number on its machine (LOCAL_RANK) becomes the calling
+///          thread's current device; destroy_process_group must be called before main returns.
 /// Threads: also starts one thread that tells the others every second that this rank is alive, so
 ///          that an error can name the rank that died.
 /// Signals: SIGPIPE is ignored from now on, unless the program has a handler of its own for it.
 /// Errors:  ConfigError names each missing variable of the launchers' environments, or the bad
-///          value; CommError if the others do not come within `timeout`.
+///          value, or the NPU that is not there; CommError if the others do not come within
+///          `timeout`.
 /// Source:  torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), Open MPI
 ///          (OMPI_COMM_WORLD_*), MPICH (PMI_RANK, PMI_SIZE), Slurm (SLURM_PROCID, SLURM_NTASKS).
 ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
@@ -41,7 +46,8 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
 /// The group that init_process_group or run_ranks gave this rank's thread; StateError without one.
 ProcessGroupPtr default_process_group();
 
-/// Forgets the default group of the calling thread and leaves the job.
+/// Forgets the default group of the calling thread and leaves the job. With HCCL it also ends the
+/// use of NPUs in this process: tensors on them may still be freed, and nothing else.
 void destroy_process_group();
 
 /// A new group of `ranks` (ranks of `parent`, in the order they shall have), on the same backend.

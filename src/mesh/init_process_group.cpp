@@ -18,6 +18,7 @@
 #include "fsdp/error.h"
 #include "fsdp/process_group.h"
 #include "mesh/gloo_backend.h"
+#include "mesh/hccl_backend.h"
 #include "mesh/job_group.h"
 #include "mesh/peer_monitor.h"
 #include "mesh/rendezvous.h"
@@ -136,16 +137,74 @@ void ignore_broken_pipes() {
   ::sigaction(SIGPIPE, &action, nullptr);
 }
 
+// Which backends a group has. At least one.
+struct BackendNames {
+  bool gloo = false;
+  bool hccl = false;
+};
+
+// PyTorch's way to name them: one backend, or one for each type of device.
+BackendNames parse_backend(const std::string& text) {
+  BackendNames names;
+  if (text == "gloo" || text == "cpu:gloo") {
+    names = {.gloo = true};
+  } else if (text == "hccl" || text == "npu:hccl") {
+    names = {.hccl = true};
+  } else if (text == "cpu:gloo,npu:hccl" || text == "npu:hccl,cpu:gloo") {
+    names = {.gloo = true, .hccl = true};
+  }
+  const bool has_hccl = make_hccl_backend != nullptr;
+  FSDP_CHECK(ConfigError, names.gloo || names.hccl, "init_process_group: the backend '", text,
+             "' is not known; there is 'gloo'",
+             has_hccl ? ", 'hccl' and both, 'cpu:gloo,npu:hccl'." : ".");
+  FSDP_CHECK(ConfigError, !names.hccl || has_hccl, "init_process_group: the backend '", text,
+             "' is for Ascend NPUs, and this library was built without them. Build it with "
+             "-DFSDP_WITH_NPU=ON (docs/ascend.md).");
+  return names;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_gloo(const Rendezvous& rendezvous, const StorePtr& store,
+                                            std::chrono::milliseconds timeout) {
+  GlooOptions gloo;
+  gloo.store = c10::make_intrusive<c10d::PrefixStore>("world", store);
+  gloo.rank = rendezvous.rank;
+  gloo.world_size = rendezvous.world_size;
+  gloo.timeout = timeout;
+  gloo.loopback = rendezvous.master_addr == "127.0.0.1" || rendezvous.master_addr == "localhost";
+  try {
+    return make_gloo_backend(gloo);
+  } catch (const std::exception& error) {
+    FSDP_CHECK(CommError, false, "init_process_group: Gloo could not connect rank ",
+               rendezvous.rank, " of ", rendezvous.world_size, ": ", message_of(error));
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> make_hccl(const Rendezvous& rendezvous, const StorePtr& store,
+                                            std::chrono::milliseconds timeout) {
+  HcclOptions hccl;
+  hccl.store = c10::make_intrusive<c10d::PrefixStore>("hccl/world", store);
+  hccl.rank = rendezvous.rank;
+  hccl.world_size = rendezvous.world_size;
+  hccl.timeout = timeout;
+  hccl.name = "world";
+  try {
+    return make_hccl_backend(hccl);
+  } catch (const std::exception& error) {
+    FSDP_CHECK(CommError, false, "init_process_group: HCCL does not start on rank ",
+               rendezvous.rank, " of ", rendezvous.world_size, ": ", message_of(error));
+  }
+}
+
 }  // namespace
 
 ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
-  FSDP_CHECK(ConfigError, options.backend == "gloo", "init_process_group: the backend '",
-             options.backend, "' is not known; there is 'gloo'.");
+  const BackendNames names = parse_backend(options.backend);
   FSDP_CHECK(ConfigError, options.timeout.count() > 0,
              "init_process_group: the timeout must be positive, found ", options.timeout.count(),
              " ms.");
   const Rendezvous rendezvous = read_rendezvous(options, process_environment());
   ignore_broken_pipes();
+  if (names.hccl) init_npu(rendezvous.local_rank);
 
   const StorePtr store = connect(rendezvous, options.timeout, /*may_host=*/true);
   PeerMonitor::Options monitor;
@@ -164,18 +223,13 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
   group.monitor = std::move(peers);
   group.job_ranks.resize(static_cast<size_t>(rendezvous.world_size));
   std::iota(group.job_ranks.begin(), group.job_ranks.end(), 0);
-  group.backend_type = c10d::ProcessGroup::BackendType::GLOO;
-  GlooOptions gloo;
-  gloo.store = c10::make_intrusive<c10d::PrefixStore>("world", store);
-  gloo.rank = rendezvous.rank;
-  gloo.world_size = rendezvous.world_size;
-  gloo.timeout = options.timeout;
-  gloo.loopback = rendezvous.master_addr == "127.0.0.1" || rendezvous.master_addr == "localhost";
-  try {
-    group.backend = make_gloo_backend(gloo);
-  } catch (const std::exception& error) {
-    FSDP_CHECK(CommError, false, "init_process_group: Gloo could not connect rank ",
-               rendezvous.rank, " of ", rendezvous.world_size, ": ", message_of(error));
+  if (names.gloo) {
+    group.backend_type = c10d::ProcessGroup::BackendType::GLOO;
+    group.backend = make_gloo(rendezvous, store, options.timeout);
+  }
+  if (names.hccl) {
+    group.npu_backend = make_hccl(rendezvous, store, options.timeout);
+    if (!names.gloo) group.backend = group.npu_backend;
   }
   ProcessGroupPtr made = c10::make_intrusive<JobGroup>(std::move(group));
   set_default_process_group(made);

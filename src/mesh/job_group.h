@@ -18,7 +18,8 @@ class JobGroup final : public c10d::ProcessGroup {
   struct Options {
     c10::intrusive_ptr<c10d::Backend> backend;
     c10d::ProcessGroup::BackendType backend_type = c10d::ProcessGroup::BackendType::CUSTOM;
-    std::vector<int> job_ranks;  ///< by rank of this group
+    c10::intrusive_ptr<c10d::Backend> npu_backend;  ///< HCCL, for tensors on NPUs; else null
+    std::vector<int> job_ranks;                     ///< by rank of this group
     c10::intrusive_ptr<c10d::Store> store;
     std::shared_ptr<PeerMonitor> monitor;  ///< null for rank threads
     std::string name;
@@ -29,6 +30,7 @@ class JobGroup final : public c10d::ProcessGroup {
 
   const std::string getBackendName() const override;
   [[nodiscard]] const std::vector<int>& job_ranks() const { return job_ranks_; }
+  [[nodiscard]] bool has_npu() const { return npu_backend_.defined(); }
   [[nodiscard]] PeerMonitor* monitor() const { return monitor_.get(); }
 
   /// The group of `ranks` (of this one); null if this rank is not among them.
@@ -37,6 +39,7 @@ class JobGroup final : public c10d::ProcessGroup {
  private:
   const std::vector<int> job_ranks_;
   std::shared_ptr<PeerMonitor> monitor_;
+  const c10::intrusive_ptr<c10d::Backend> npu_backend_;  // may be the default one, or null
 };
 
 /// Makes `group` the default one of the calling thread; null forgets it.

@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/RankLocal.hpp>
 
 #include "fsdp/error.h"
+#include "mesh/hccl_backend.h"
 #include "mesh/job_group.h"
 #include "mesh/thread_backend.h"
 
@@ -134,7 +135,12 @@ ProcessGroupPtr default_process_group() {
   return group;
 }
 
-void destroy_process_group() { set_default_process_group(nullptr); }
+void destroy_process_group() {
+  const auto* group = dynamic_cast<const JobGroup*>(default_group_of_this_rank().get());
+  const bool has_npu = group != nullptr && group->has_npu();
+  set_default_process_group(nullptr);
+  if (has_npu) end_npu();
+}
 
 ProcessGroupPtr new_group(const ProcessGroupPtr& parent, const std::vector<int>& ranks) {
   auto* group = dynamic_cast<JobGroup*>(parent.get());

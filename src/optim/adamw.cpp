@@ -5,7 +5,6 @@
 #include <unordered_set>
 
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -13,6 +12,7 @@
 #include <torch/serialize/archive.h>
 
 #include "fsdp/error.h"
+#include "optim/adamw_kernels.h"
 #include "shard/shard_range.h"
 #include "shard/sharded_spec.h"
 #include "shard/storage.h"
@@ -126,26 +126,27 @@ at::Tensor merged(const Update& first, const Update& last, at::Tensor Update::*m
                      {b.storage_offset() + b.numel() - a.storage_offset()});
 }
 
-void fused_step(const std::vector<Update>& updates, const AdamWOptions& options) {
-  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
+void step_all(const std::vector<Update>& updates, const AdamWOptions& options) {
+  AdamWLists lists;
   for (size_t begin = 0, end; begin < updates.size(); begin = end) {
     end = begin + 1;
     while (end < updates.size() && can_merge(updates[end - 1], updates[end], options.eps())) ++end;
     const Update& first = updates[begin];
     const Update& last = updates[end - 1];
-    params.push_back(merged(first, last, &Update::param));
-    grads.push_back(merged(first, last, &Update::grad));
-    exp_avgs.push_back(merged(first, last, &Update::exp_avg));
-    exp_avg_sqs.push_back(merged(first, last, &Update::exp_avg_sq));
+    lists.params.push_back(merged(first, last, &Update::param));
+    lists.grads.push_back(merged(first, last, &Update::grad));
+    lists.exp_avgs.push_back(merged(first, last, &Update::exp_avg));
+    lists.exp_avg_sqs.push_back(merged(first, last, &Update::exp_avg_sq));
     if (options.amsgrad()) {
-      max_exp_avg_sqs.push_back(merged(first, last, &Update::max_exp_avg_sq));
+      lists.max_exp_avg_sqs.push_back(merged(first, last, &Update::max_exp_avg_sq));
     }
-    steps.push_back(first.step);
+    lists.steps.push_back(first.step);
   }
-  const auto& [beta1, beta2] = options.betas();
-  at::_fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, options.lr(),
-                    beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad(),
-                    options.maximize());
+  if (has_fused_adamw(updates[0].param.device())) {
+    fused_adamw(lists, options);
+  } else {
+    foreach_adamw(lists, options);
+  }
 }
 
 // A group's parameters by dtype and device, each list in the group's order.
@@ -303,8 +304,11 @@ void AdamW::make_missing_state(const std::vector<at::Tensor>& params, bool amsgr
 // values that they have of it.
 void AdamW::lay_out(const std::vector<at::Tensor>& params, StateKind kind) {
   const bool is_step = kind == &AdamWParamState::step;
-  const at::TensorOptions options =
-      is_step ? params[0].options().dtype(at::kFloat) : params[0].options();
+  at::TensorOptions options = params[0].options();
+  if (is_step) {
+    options = options.dtype(at::kFloat);
+    if (!has_fused_adamw(params[0].device())) options = options.device(at::kCPU);
+  }
   const auto alignment = kAlignmentBytes / static_cast<int64_t>(options.dtype().itemsize());
   std::vector<int64_t> offsets;
   int64_t numel = 0;
@@ -355,7 +359,7 @@ void AdamW::step_params(const std::vector<at::Tensor>& params, const AdamWOption
     if (param.numel() > 0) updates.push_back(make_update(param, state, options.amsgrad()));
   }
   at::_foreach_add_(steps, 1);
-  if (!updates.empty()) fused_step(updates, options);
+  if (!updates.empty()) step_all(updates, options);
   // The kernel moves no counter, and merged tensors have their own.
   for (const at::Tensor& param : stepped) param.unsafeGetTensorImpl()->bump_version();
 }

@@ -21,6 +21,11 @@ bool has_premul_sum(c10d::ProcessGroup& group, c10::DeviceType device_type) {
   return name == "nccl" || name == "thread";
 }
 
+// Source: torch_npu 2.13, ProcessGroupHCCL: it sums, and takes the largest or smallest.
+bool has_average(c10d::ProcessGroup& group, c10::DeviceType device_type) {
+  return group.getBackend(device_type)->getBackendName() != "hccl";
+}
+
 c10d::ReduceOp reduce_op(ReduceKind kind, double premul) {
   switch (kind) {
     case ReduceKind::kSum:
@@ -60,6 +65,7 @@ Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
        .replicate_size = mesh_info_->replicate_size(),
        .reduce_dtype = input_.scalar_type(),
        .custom_factor = request.divide_factor,
+       .force_sum = !has_average(*mesh_info_->shard_group(), input_.device().type()),
        .has_premul_sum = has_premul_sum(*mesh_info_->shard_group(), input_.device().type())}));
 }
 

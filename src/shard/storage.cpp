@@ -1,6 +1,7 @@
 #include "shard/storage.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
@@ -15,6 +16,29 @@ struct GroupStorage final : c10::StorageImpl {
   using c10::StorageImpl::StorageImpl;
 };
 
+// Known by this allocator, which nobody asks: a StorageImpl of a device that has a type of its own.
+// (torch_npu's kernels read members of it behind those of c10's.)
+struct NoAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t /*bytes*/) override { TORCH_INTERNAL_ASSERT(false); }
+  void copy_data(void* /*to*/, const void* /*from*/, size_t /*bytes*/) const override {
+    TORCH_INTERNAL_ASSERT(false);
+  }
+};
+
+NoAllocator* no_allocator() {
+  static NoAllocator allocator;
+  return &allocator;
+}
+
+at::Storage make_storage_of_device(int64_t bytes, c10::Device device) {
+  const at::Storage storage = at::empty({0}, at::TensorOptions(device).dtype(at::kByte)).storage();
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  impl->set_resizable(false);
+  impl->set_allocator(no_allocator());
+  impl->set_nbytes(static_cast<size_t>(bytes));
+  return storage;
+}
+
 }  // namespace
 
 void free_storage(const at::Storage& storage, const std::string& access_error) {
@@ -26,15 +50,21 @@ void free_storage(const at::Storage& storage, const std::string& access_error) {
 }
 
 at::Storage make_freed_storage(int64_t bytes, c10::Device device, const std::string& access_error) {
-  at::Storage storage(c10::make_intrusive<GroupStorage>(
-      c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(bytes), at::DataPtr(nullptr, device),
-      c10::GetAllocator(device.type()), /*resizable=*/false));
+  at::Storage storage;
+  if (c10::GetStorageImplCreate(device.type()) != nullptr) {
+    storage = make_storage_of_device(bytes, device);
+  } else {
+    storage = at::Storage(c10::make_intrusive<GroupStorage>(
+        c10::StorageImpl::use_byte_size_t(), static_cast<size_t>(bytes),
+        at::DataPtr(nullptr, device), c10::GetAllocator(device.type()), /*resizable=*/false));
+  }
   free_storage(storage, access_error);
   return storage;
 }
 
 bool is_group_storage(const at::Storage& storage) {
-  return dynamic_cast<const GroupStorage*>(storage.unsafeGetStorageImpl()) != nullptr;
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  return dynamic_cast<const GroupStorage*>(impl) != nullptr || impl->allocator() == no_allocator();
 }
 
 void move_bytes(const at::Storage& from, const at::Storage& to) {

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "fsdp/error.h"
+#include "mesh/hccl_backend.h"
 #include "support/processes.h"
 
 namespace fsdp {
@@ -160,6 +161,14 @@ TEST(ProcessGroup, RefusesBadArguments) {
   options.backend = "nccl";
   EXPECT_EQ(config_error([&] { init_process_group(options); }),
             "init_process_group: the backend 'nccl' is not known; there is 'gloo'.");
+  for (const char* backend : {"hccl", "npu:hccl", "cpu:gloo,npu:hccl"}) {
+    if (make_hccl_backend != nullptr) continue;  // built with NPUs
+    options.backend = backend;
+    EXPECT_EQ(config_error([&] { init_process_group(options); }),
+              c10::str("init_process_group: the backend '", backend,
+                       "' is for Ascend NPUs, and this library was built without them. Build it "
+                       "with -DFSDP_WITH_NPU=ON (docs/ascend.md)."));
+  }
   options.backend = "gloo";
   options.timeout = std::chrono::milliseconds(0);
   EXPECT_EQ(config_error([&] { init_process_group(options); }),

@@ -42,6 +42,8 @@ TEST(ConfigTest, RefusesWithTheOptionAndTheReason) {
       {{"--grad-clip", "-1"}, {"--grad-clip is -1"}},
       {{"--timeout", "0"}, {"--timeout is 0"}},
       {{"--dtype", "fp8"}, {"--dtype", "fp8", "bf16"}},
+      {{"--device", "gpu"}, {"--device", "gpu", "cpu"}},
+      {{"--device", "npu", "--ranks", "3"}, {"--device npu", "a process for each rank", "=3"}},
       {{"--betas", "0.9"}, {"--betas"}},
       {{"--betas", "0.9,1.0"}, {"--betas has 1,", "below 1"}},
       {{"--ranks", "3", "--batch-size", "16"}, {"--batch-size 16", "3 ranks", "multiple"}},
@@ -90,6 +92,8 @@ TEST(ConfigTest, DerivesDefaults) {
 // Promise: under a launcher its processes are the ranks, and nothing may say otherwise.
 TEST(ConfigTest, TakesTheRanksOfALauncher) {
   const Launcher four{.name = "torchrun", .world_size = 4};
+  EXPECT_FALSE(parse({}, four).npu);
+  EXPECT_TRUE(parse({"--device", "npu"}, four).npu);
   const TrainConfig config = parse({}, four);
   EXPECT_EQ(config.ranks, 4);
   EXPECT_TRUE(config.launched);
