@@ -67,7 +67,8 @@ struct RunRanksOptions {
 /// The threads share one address space, so a collective is a copy from the peer's memory. The
 /// group is also the thread's default group. Each rank computes on one thread.
 ///
-/// Streams: collectives also work on tensors of a device; ranks may share one, or each set its own as
+/// Streams: collectives also work on tensors of a device; ranks may share one, or each set its own
+/// as
 ///          the current one (c10::DeviceGuard) before it makes a mesh.
 /// Errors:  if a rank throws, the others get CommError with its message at their next collective
 ///          (also while they wait in one), and the first rank's own error is rethrown here.

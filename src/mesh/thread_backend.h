@@ -16,9 +16,11 @@ namespace fsdp {
 /// memory, a reduction one pass over it in rank order, so results are the same bits every time.
 ///
 /// Every call returns at once; see ThreadOp for who does the work. A send waits for its receive.
-/// Shapes:  tensors are contiguous; flat forms as in c10d. An all-gather may have its own slice of the
+/// Shapes:  tensors are contiguous; flat forms as in c10d. An all-gather may have its own slice of
+/// the
 ///          output as input, a reduce-scatter any part of its input as output.
-/// Streams: tensors of one call are all on the host, or all on one device. Ranks may share a device,
+/// Streams: tensors of one call are all on the host, or all on one device. Ranks may share a
+/// device,
 ///          also its default stream. A call on a device comes behind what its rank's current stream
 ///          has then, and runs on a stream of this backend's; wait() orders the current stream
 ///          behind it and lets the host go on. A barrier is one of the hosts.

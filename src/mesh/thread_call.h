@@ -73,7 +73,7 @@ struct ThreadCall {
   bool through_scratch = false;
   std::unique_ptr<std::byte[]> scratch;
   std::chrono::milliseconds timeout{0};
-  std::vector<at::Tensor> tensors;  // kept alive until all ranks are done with them
+  std::vector<at::Tensor> tensors;        // kept alive until all ranks are done with them
   std::shared_ptr<DeviceCall> on_device;  // null for tensors of the host
 
   [[nodiscard]] c10::DeviceType device_type() const;
@@ -96,8 +96,8 @@ struct ThreadCall {
 /// Bytes read and written by all jobs, roughly.
 [[nodiscard]] int64_t cost_in_bytes(std::span<const ThreadCall> calls);
 
-/// Does the share of `rank` in one phase. On a device: puts it on the rank's stream, behind all ranks'
-/// calls, or their shares of the phase before.
+/// Does the share of `rank` in one phase. On a device: puts it on the rank's stream, behind all
+/// ranks' calls, or their shares of the phase before.
 void run_job(std::span<ThreadCall> calls, int phase, int rank);
 
 }  // namespace fsdp

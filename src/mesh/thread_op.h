@@ -27,7 +27,8 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 /// the host never waits for a device. wait() makes the caller's current stream wait.
 ///
 /// Memory:  the tensors of a call on a device are kept until its rank has waited. Those of a rank
-///          that never does are kept back by the allocator (record_stream) until the device is done.
+///          that never does are kept back by the allocator (record_stream) until the device is
+///          done.
 /// Threads: every function may be called by every thread.
 class ThreadOp {
  public:

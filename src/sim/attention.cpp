@@ -8,7 +8,7 @@
 #include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
 
-#include "sim/kernels.h"
+#include "sim/tensors.h"
 
 namespace fsdp::sim {
 namespace {
@@ -28,8 +28,8 @@ int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value,
                                   : at::SDPBackend::math);
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor,
-                           Tensor>;
+using Forward =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
 Forward forward(const Tensor& query, const Tensor& key, const Tensor& value,
                 const std::optional<Tensor>& bias, double dropout, bool is_causal, bool debug_mask,
@@ -37,19 +37,20 @@ Forward forward(const Tensor& query, const Tensor& key, const Tensor& value,
   auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
       query, key, value, dropout, is_causal, bias, scale);
   const Tensor unused = at::empty({0}, query.options().dtype(at::kLong));
-  return {output, logsumexp,        unused, unused, query.sym_size(2), key.sym_size(2),
-          unused, unused.clone(), unused};
+  return {output,          logsumexp, unused,         unused, query.sym_size(2),
+          key.sym_size(2), unused,    unused.clone(), unused};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& bias, std::array<bool, 4> wanted, const Tensor& output, const Tensor& logsumexp,
-    const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout,
-    bool is_causal, const Tensor&, const Tensor&, std::optional<double> scale) {
+    const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal,
+    const Tensor&, const Tensor&, std::optional<double> scale) {
   std::optional<Tensor> mask;
   if (bias.defined()) mask = bias;
-  auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      grad_output, query, key, value, output, logsumexp, dropout, is_causal, mask, scale);
+  auto [grad_query, grad_key, grad_value] =
+      at::_scaled_dot_product_flash_attention_for_cpu_backward(
+          grad_output, query, key, value, output, logsumexp, dropout, is_causal, mask, scale);
   return {grad_query, grad_key, grad_value, Tensor()};
 }
 

@@ -112,7 +112,9 @@ class NpuHooks final : public at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override {
     return static_cast<c10::DeviceIndex>(machine().num_devices());
   }
-  void setCurrentDevice(c10::DeviceIndex device) const override { guard_.setDevice({kNpu, device}); }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    guard_.setDevice({kNpu, device});
+  }
   c10::DeviceIndex getCurrentDevice() const override { return machine().host().device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     return guard_.exchangeDevice({kNpu, device}).index();

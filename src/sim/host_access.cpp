@@ -8,9 +8,9 @@
 #include <ATen/record_function.h>
 
 #include "base/record_inputs.h"
-#include "sim/kernels.h"
 #include "sim/machine.h"
 #include "sim/memory.h"
+#include "sim/tensors.h"
 
 namespace fsdp::sim {
 namespace {

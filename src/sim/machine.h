@@ -71,8 +71,8 @@ struct HostThread {
 ///
 /// Order: a launch happens behind what was on its stream, behind the events that the stream waited
 ///        for, and behind all that the launching thread knew to be over. Threads learn from
-///        synchronize(); a new thread knows what any thread knew when it first came here, and when a
-///        thread ends the others know what it knew.
+///        synchronize(); a new thread knows what any thread knew when it first came here, and when
+///        a thread ends the others know what it knew.
 /// Threads: one lock for everything. In kEager kernels run outside of it.
 class Machine {
  public:
@@ -94,7 +94,8 @@ class Machine {
               std::function<void()> run);
   /// Notes accesses of an operation on a stream whose work is done elsewhere.
   void note(StreamState& stream, std::string_view operation, const std::vector<Bytes>& accesses);
-  /// Notes an access by the calling thread itself. A race throws at the thread's next launch or wait.
+  /// Notes an access by the calling thread itself. A race throws at the thread's next launch or
+  /// wait.
   void note_host(std::string_view operation, const Bytes& bytes);
 
   void record(EventState& event, StreamState& stream);
@@ -151,10 +152,10 @@ class Machine {
   std::atomic<int> num_devices_ = 0;
   std::atomic<Execution> execution_ = Execution::kEager;
   std::atomic<OnRace> on_race_ = OnRace::kThrow;
-  std::deque<StreamState> streams_;                 // never goes
-  std::vector<StreamState*> default_streams_;       // by device
-  std::vector<std::vector<StreamState*>> pools_;    // by device
-  std::vector<size_t> next_in_pool_;                // by device
+  std::deque<StreamState> streams_;               // never goes
+  std::vector<StreamState*> default_streams_;     // by device
+  std::vector<std::vector<StreamState*>> pools_;  // by device
+  std::vector<size_t> next_in_pool_;              // by device
   Timeline num_timelines_ = 0;
   std::vector<Timeline> free_timelines_;  // of threads that ended
   VectorClock over_;                      // what any thread knows

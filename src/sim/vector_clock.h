@@ -39,8 +39,8 @@ class VectorClock {
       ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
     }
   }
-  /// join(), if `moment`, the last step of the clock's own timeline, is not known yet: else all that
-  /// `other` knew then is known, too.
+  /// join(), if `moment`, the last step of the clock's own timeline, is not known yet: else all
+  /// that `other` knew then is known, too.
   void join(const VectorClock& other, const Moment& moment) {
     if (!covers(moment)) join(other);
   }

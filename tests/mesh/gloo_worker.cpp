@@ -128,13 +128,14 @@ void incomplete() { join(std::chrono::milliseconds(1500)); }
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::map<std::string, std::function<void()>> scenes = {{"collectives", collectives},
-                                                               {"death", death},
-                                                               {"hang", hang},
-                                                               {"leave", leave},
-                                                               {"pipe_closed", pipe_closed},
-                                                               {"own_pipe_handler", own_pipe_handler},
-                                                               {"incomplete", incomplete}};
+  const std::map<std::string, std::function<void()>> scenes = {
+      {"collectives", collectives},
+      {"death", death},
+      {"hang", hang},
+      {"leave", leave},
+      {"pipe_closed", pipe_closed},
+      {"own_pipe_handler", own_pipe_handler},
+      {"incomplete", incomplete}};
   try {
     scenes.at(argc > 1 ? argv[1] : "")();
     std::cout << "ok" << std::endl;

@@ -14,8 +14,8 @@
 
 // The reference suite: `reference_test` with ranks as threads, or, one rank of several,
 // `torchrun --nproc-per-node=4 --no-python reference_test --processes`. `--device=npu` or
-// `--device=cuda` runs it there instead of on the CPU. Where npus are simulated, `--num-devices=4` is
-// how many the ranks share (1 unless given), and `--execution=late` how late their work runs
+// `--device=cuda` runs it there instead of on the CPU. Where npus are simulated, `--num-devices=4`
+// is how many the ranks share (1 unless given), and `--execution=late` how late their work runs
 // (eager, late-side-streams, late-default-streams, late).
 
 namespace {

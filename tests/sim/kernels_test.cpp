@@ -42,7 +42,8 @@ at::Tensor numbers(c10::IntArrayRef sizes, c10::Device device) {
 TEST_P(Kernels, TrainsAsTheCpuDoes) {
   expect_same([](c10::Device device) {
     torch::manual_seed(0);
-    torch::nn::Sequential net(torch::nn::Linear(8, 16), torch::nn::LayerNorm(torch::nn::LayerNormOptions({16})),
+    torch::nn::Sequential net(torch::nn::Linear(8, 16),
+                              torch::nn::LayerNorm(torch::nn::LayerNormOptions({16})),
                               torch::nn::GELU(), torch::nn::Linear(16, 4));
     net->to(device);
     torch::optim::AdamW adamw(net->parameters());
@@ -52,7 +53,8 @@ TEST_P(Kernels, TrainsAsTheCpuDoes) {
       adamw.step();
     }
     std::vector<at::Tensor> flat;
-    for (const at::Tensor& parameter : net->parameters()) flat.push_back(parameter.detach().flatten());
+    for (const at::Tensor& parameter : net->parameters())
+      flat.push_back(parameter.detach().flatten());
     return at::cat(flat);
   });
 }
@@ -66,7 +68,8 @@ TEST_P(Kernels, ViewsInPlaceAndOut) {
     at::mm_out(out, a, a.t());
     at::Tensor halves = at::empty({4, 4}, a.options().dtype(at::kBFloat16));
     halves.copy_(out);
-    return at::cat({out.view({-1}), halves.to(at::kFloat).view({-1}), a.unfold(0, 2, 1).reshape({-1})});
+    return at::cat(
+        {out.view({-1}), halves.to(at::kFloat).view({-1}), a.unfold(0, 2, 1).reshape({-1})});
   });
 }
 
@@ -79,7 +82,8 @@ TEST_P(Kernels, IndicesListsAndValues) {
     at::_foreach_mul_(parts, 3);
     at::Tensor found = at::nonzero(a.gt(1)).to(at::kFloat);
     const double total = a.sum().item<double>();
-    return at::cat({picked.view({-1}), kept, a.view({-1}), found.reshape({-1}), at::full({1}, total, a.options())});
+    return at::cat({picked.view({-1}), kept, a.view({-1}), found.reshape({-1}),
+                    at::full({1}, total, a.options())});
   });
 }
 
@@ -100,7 +104,8 @@ TEST_P(Kernels, EmbeddingAndCrossEntropy) {
     torch::nn::Embedding embedding(10, 8);
     embedding->to(device);
     const at::Tensor targets = at::arange(10).remainder(8).to(device);
-    const at::Tensor loss = torch::nn::functional::cross_entropy(embedding->forward(at::arange(10).to(device)), targets);
+    const at::Tensor loss = torch::nn::functional::cross_entropy(
+        embedding->forward(at::arange(10).to(device)), targets);
     loss.backward();
     return at::cat({loss.detach().view({1}), embedding->weight.grad().flatten()});
   });
@@ -111,12 +116,15 @@ TEST_P(Kernels, RandomNumbers) {
   const auto draw = [] {
     torch::manual_seed(3);
     const at::Tensor x = at::ones({100}, sim::device());
-    return at::cat({at::dropout(x, 0.5, true), at::randn({10}, x.options()), at::empty_like(x).uniform_()}).cpu();
+    return at::cat({at::dropout(x, 0.5, true), at::randn({10}, x.options()),
+                    at::empty_like(x).uniform_()})
+        .cpu();
   };
   const at::Tensor first = draw();
   EXPECT_TRUE(at::equal(first, draw()));
   torch::manual_seed(4);
-  EXPECT_FALSE(at::equal(first.narrow(0, 0, 100), at::dropout(at::ones({100}, sim::device()), 0.5, true).cpu()));
+  EXPECT_FALSE(at::equal(first.narrow(0, 0, 100),
+                         at::dropout(at::ones({100}, sim::device()), 0.5, true).cpu()));
 }
 
 std::string name_of(const ::testing::TestParamInfo<sim::Execution>& info) {
@@ -126,8 +134,7 @@ std::string name_of(const ::testing::TestParamInfo<sim::Execution>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Execution, Kernels,
-                         ::testing::Values(sim::Execution::kEager,
-                                           sim::Execution::kLateSideStreams,
+                         ::testing::Values(sim::Execution::kEager, sim::Execution::kLateSideStreams,
                                            sim::Execution::kLateDefaultStreams,
                                            sim::Execution::kLate),
                          name_of);

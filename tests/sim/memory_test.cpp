@@ -133,7 +133,8 @@ TEST_F(SimMemory, ThreadsShareADevice) {
     threads.emplace_back([rank, &sums] {
       const Stream side = new_stream(sim::device(), false), compute = current_stream(sim::device());
       for (int step = 0; step < 20; ++step) {
-        const at::Tensor x = at::full({1000}, rank, at::TensorOptions(at::kFloat).device(sim::device()));
+        const at::Tensor x =
+            at::full({1000}, rank, at::TensorOptions(at::kFloat).device(sim::device()));
         side.wait(compute);
         at::Tensor y;
         {

@@ -47,11 +47,9 @@ class Races : public ::testing::Test {
                           const std::string& second) {
     const Wait with = [](const Stream& later, const Stream& earlier) { later.wait(earlier); };
     const Wait without = [](const Stream&, const Stream&) {};
-    const at::Tensor expected =
-        run(work, with, sim::Execution::kEager, sim::OnRace::kThrow);
-    for (const auto execution :
-         {sim::Execution::kLateSideStreams, sim::Execution::kLateDefaultStreams,
-          sim::Execution::kLate}) {
+    const at::Tensor expected = run(work, with, sim::Execution::kEager, sim::OnRace::kThrow);
+    for (const auto execution : {sim::Execution::kLateSideStreams,
+                                 sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
       EXPECT_TRUE(at::equal(run(work, with, execution, sim::OnRace::kThrow), expected));
     }
     EXPECT_TRUE(sim::take_races().empty());
@@ -117,7 +115,8 @@ TEST_F(Races, RawCopy) {
         side.wait(compute);
         {
           const StreamGuard guard(side);
-          c10::GetAllocator(device_.type())->copy_data(y.mutable_data_ptr(), x.data_ptr(), x.nbytes());
+          c10::GetAllocator(device_.type())
+              ->copy_data(y.mutable_data_ptr(), x.data_ptr(), x.nbytes());
         }
         wait(compute, side);
         return (y * 3).cpu();
