@@ -330,12 +330,7 @@ void use_cpu_kernels() {
   for (const c10::OperatorName& name :
        dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
     const auto op = dispatcher.findOp(name);
-    const bool composite =
-        op &&
-        (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
-         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional));
-    if (!composite || name.name.rfind("aten::", 0) != 0 ||
+    if (!op || name.name.rfind("aten::", 0) != 0 ||
         op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
       continue;
     }
