@@ -7,13 +7,15 @@
 
 namespace fsdp {
 
-/// Names what this thread does while it lives, "label (path)", for profilers and CommDebugMode.
-/// Without one that listens it costs a test.
+/// Names what this thread does while it lives, "label (path)", for profilers, CommDebugMode and the
+/// simulated accelerator. Without one that listens it costs a test.
 class Range {
  public:
-  Range(const char* label, const std::string& path) : record_(at::RecordScope::USER_SCOPE) {
+  explicit Range(const char* label, const std::string& path = {}, const char* before_path = " (",
+                 const char* after_path = ")")
+      : record_(at::RecordScope::USER_SCOPE) {
     if (!record_.isActive()) return;
-    name_ = path.empty() ? label : label + (" (" + path + ")");
+    name_ = path.empty() ? label : label + (before_path + path + after_path);
     record_.before(std::string_view(name_));
   }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "base/range.h"
 #include "fsdp/error.h"
 #include "module/hooks.h"
 #include "module/module_tree.h"
@@ -55,6 +56,7 @@ void check_same_model(const StateTree& tree) {
 
 // Ends a backward: runs what autograd did not reach, then leaves nothing in flight.
 void end_of_backward(RootContext& context) {
+  const Range range("FSDP::root_post_backward_callback");
   context.iteration_root = nullptr;
   const auto states = context.states();
   for (const auto& state : states) {
@@ -146,6 +148,7 @@ void FSDPState::lazy_init(torch::nn::Module& module) {
 void FSDPState::begin_iteration(torch::nn::Module& module, TensorRefs& inputs) {
   if (!is_root_) lazy_init(module);
   if (context_->iteration_root != nullptr) return;
+  const Range range("FSDP::root_pre_forward");
   const bool backward_threw = context_->queued_graph_task.has_value() && !in_backward();
   if (context_->needs_reset || backward_threw) reset_iter_state();
   context_->iteration_root = this;

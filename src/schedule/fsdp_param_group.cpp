@@ -161,7 +161,10 @@ void FSDPParamGroup::wait_for_unshard() {
   comm_->free_gather_buffer();
   AllGatherResult result = std::move(*all_gather_result_);
   all_gather_result_.reset();
-  foreach_all_gather_copy_out(result, sharded_params_);
+  {
+    const Range range("FSDP::all_gather_copy_out", module_path_);
+    foreach_all_gather_copy_out(result, sharded_params_);
+  }
   to_unsharded();
   if (!result.buffer.defined()) return;
 
@@ -246,6 +249,7 @@ void FSDPParamGroup::drop_gather() noexcept {
 }
 
 bool FSDPParamGroup::pre_forward() {
+  const Range range("FSDP::pre_forward", module_path_);
   const bool entering = training_state_ != TrainingState::kForward;
   if (training_state_ == TrainingState::kIdle) drop_stale_params();
   training_state_ = TrainingState::kForward;
@@ -256,6 +260,7 @@ bool FSDPParamGroup::pre_forward() {
 }
 
 void FSDPParamGroup::post_forward() {
+  const Range range("FSDP::post_forward", module_path_);
   // A forward that is recomputed inside backward keeps its parameters: backward comes next.
   if (torch::autograd::get_current_graph_task_id() == -1) {
     reshard();
@@ -279,6 +284,7 @@ std::optional<size_t> FSDPParamGroup::pop_post_forward_index() {
 
 void FSDPParamGroup::pre_backward(bool default_prefetch) {
   if (training_state_ == TrainingState::kPreBackward) return;
+  const Range range("FSDP::pre_backward", module_path_);
   training_state_ = TrainingState::kPreBackward;
   for (FSDPParam& param : params()) param.admit_gradients();
   unshard();
@@ -287,6 +293,9 @@ void FSDPParamGroup::pre_backward(bool default_prefetch) {
 }
 
 void FSDPParamGroup::prefetch(TrainingState turn) {
+  const Range range(
+      turn == TrainingState::kForward ? "FSDP::forward_prefetch" : "FSDP::backward_prefetch",
+      module_path_, /*before_path=*/" for ", /*after_path=*/"");
   const TrainingState own = training_state_;
   training_state_ = turn;
   prefetching_ = true;
@@ -299,14 +308,20 @@ void FSDPParamGroup::post_backward() {
   const c10::NoGradGuard no_grad;
   const bool forward_is_incomplete = training_state_ == TrainingState::kForward;
   training_state_ = TrainingState::kPostBackward;
-  for (FSDPParam& param : params()) {
-    param.admit_gradients();
-    param.accumulate_unsharded_grad();
+  {
+    const Range range("FSDP::post_backward_accumulate", module_path_);
+    for (FSDPParam& param : params()) {
+      param.admit_gradients();
+      param.accumulate_unsharded_grad();
+    }
   }
   const bool has_grads =
       has_unsharded_grads() || (settings_.all_reduce_grads && has_partial_output()) ||
       (settings_.reduce_scatter_unused_params && settings_.reduce_grads && may_get_grads());
-  if (settings_.reshard_after_backward) reshard();
+  if (settings_.reshard_after_backward) {
+    const Range range("FSDP::post_backward_reshard", module_path_);
+    reshard();
+  }
   if (has_grads) {
     if (settings_.reduce_grads) {
       start_reduction();
@@ -355,8 +370,11 @@ bool FSDPParamGroup::may_get_grads() const {
 }
 
 void FSDPParamGroup::start_reduction() {
-  comm_->finish_reductions();
-  end_reduction();
+  {
+    const Range range("FSDP::post_backward_rs_wait", module_path_);
+    comm_->finish_reductions();
+    end_reduction();
+  }
   const Range range("FSDP::post_backward_reduce", module_path_);
   take_unsharded_grads();
   ReduceRequest request{.input = grads_->take(settings_.reduce_scatter_unused_params, number_),

@@ -214,9 +214,13 @@ void synchronize(int device_index) {
 
 std::string Race::describe() const {
   const auto side = [](const Access& access) {
+    const bool is_after = std::string_view(access.place).starts_with("after ");
     return c10::str(access.operation, " (", access.is_write ? "writes" : "reads", ") on ",
-                    access.stream, access.place.empty() ? "" : ", in ", access.place,
-                    access.thread.empty() ? "" : ", by thread ", access.thread);
+                    access.stream,
+                    access.place.empty() ? ""
+                    : is_after           ? ", "
+                                         : ", in ",
+                    access.place, access.thread.empty() ? "" : ", by thread ", access.thread);
   };
   return c10::str("sim: a race for ", num_bytes, " bytes.\n  first:  ", side(first),
                   "\n  second: ", side(second),
