@@ -70,6 +70,8 @@ TEST_P(Communication, test_fully_shard_communication_count) {
 
         CommDebugMode backward;
         loss.backward();
+        testing::note_value(loss);
+        testing::note_gradients(*model);
         EXPECT_EQ(backward.num_kinds(), row.backward_kinds);
         EXPECT_EQ(backward.count(kAllGather), row.backward_all_gathers);
         EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
@@ -94,6 +96,8 @@ TEST_P(Communication, test_manual_reshard_with_reshard_after_forward_false) {
       model->reshard();
       CommDebugMode backward;
       loss.backward();
+      testing::note_value(loss);
+      testing::note_gradients(*model);
       EXPECT_EQ(backward.num_kinds(), 2);
       EXPECT_EQ(backward.count(kAllGather), kNumBlocks + 1);
       EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);
@@ -129,6 +133,8 @@ TEST_P(Communication, test_set_reshard_after_forward) {
 
       CommDebugMode backward;
       loss.backward();
+      testing::note_value(loss);
+      testing::note_gradients(*model);
       EXPECT_EQ(backward.num_kinds(), options.backward_all_gathers == 0 ? 1 : 2);
       EXPECT_EQ(backward.count(kAllGather), options.backward_all_gathers);
       EXPECT_EQ(backward.count(kReduceScatter), kNumBlocks + 1);

@@ -17,8 +17,28 @@
 // `--device=cuda` runs it there instead of on the CPU. Where npus are simulated, `--num-devices=4`
 // is how many the ranks share (1 unless given), and `--execution=late` how late their work runs
 // (eager, late-side-streams, late-default-streams, late).
+//
+// `--write-values=FILE` keeps the bits of losses and gradients, `--compare-values=FILE` fails where
+// they are other ones than those that were kept, of a run on another device.
 
 namespace {
+
+struct ValueFiles {
+  std::string to_write;
+  std::string to_compare;
+};
+
+ValueFiles& value_files() {
+  static ValueFiles files;
+  return files;
+}
+
+// Whether `argument` is "name=text"; then `text` is set.
+bool parse_text(const std::string& argument, const std::string& name, std::string& text) {
+  if (argument.rfind(name + "=", 0) != 0) return false;
+  text = argument.substr(name.size() + 1);
+  return true;
+}
 
 #ifdef FSDP_SIM
 struct SimOptions {
@@ -47,12 +67,12 @@ bool choose_execution(const std::string& name) {
 }
 
 bool parse_sim(const std::string& argument) {
-  const std::string devices = "--num-devices=", execution = "--execution=";
-  if (argument.rfind(devices, 0) == 0) {
-    sim_options().num_devices = std::atoi(argument.c_str() + devices.size());
+  std::string text;
+  if (parse_text(argument, "--num-devices", text)) {
+    sim_options().num_devices = std::atoi(text.c_str());
     return true;
   }
-  return argument.rfind(execution, 0) == 0 && choose_execution(argument.substr(execution.size()));
+  return parse_text(argument, "--execution", text) && choose_execution(text);
 }
 
 void start_sim() {
@@ -95,18 +115,18 @@ bool choose_device(const std::string& name) {
 
 // Whether all arguments are known and can be done.
 bool parse(int argc, char** argv) {
-  const std::string device = "--device=";
   std::string device_name = "cpu";
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--processes") {
       fsdp::testing::suite_options().processes = true;
-    } else if (argument.compare(0, device.size(), device) == 0) {
-      device_name = argument.substr(device.size());
-    } else if (!parse_sim(argument)) {
+    } else if (!parse_text(argument, "--device", device_name) &&
+               !parse_text(argument, "--write-values", value_files().to_write) &&
+               !parse_text(argument, "--compare-values", value_files().to_compare) &&
+               !parse_sim(argument)) {
       std::fprintf(stderr,
                    "reference_test: unknown argument %s; there are --processes, "
-                   "--device=cpu|npu|cuda, and for simulated npus --num-devices=N and "
+                   "--device=cpu|npu|cuda, --write-values=FILE, --compare-values=FILE, and for simulated npus --num-devices=N and "
                    "--execution=eager|late-side-streams|late-default-streams|late\n",
                    argv[i]);
       return false;
@@ -121,7 +141,10 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   if (!parse(argc, argv)) return 2;
   if (fsdp::testing::suite_options().processes) fsdp::init_process_group();
-  const int result = RUN_ALL_TESTS();
+  int result = RUN_ALL_TESTS();
+  const ValueFiles& files = value_files();
+  if (!files.to_write.empty()) fsdp::testing::write_noted_values(files.to_write);
+  if (!files.to_compare.empty() && !fsdp::testing::has_noted_values(files.to_compare)) result = 1;
   if (fsdp::testing::suite_options().processes) fsdp::destroy_process_group();
   return result;
 }

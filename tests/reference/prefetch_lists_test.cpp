@@ -91,6 +91,8 @@ TEST_P(PrefetchLists, test_fully_shard_multi_module_backward_prefetch) {
         EXPECT_NEAR(loss.item<float>(), expected.item<float>(), 1e-4);
         EXPECT_EQ(recorder->take(), forward(in_forward));
         loss.backward();
+        testing::note_value(loss);
+        testing::note_gradients(*model);
         EXPECT_EQ(recorder->take(), backward(in_backward));
         expected.backward();
         const auto ours = parameters(*model);
@@ -193,6 +195,8 @@ TEST_P(PrefetchLists, test_fully_shard_multi_module_unused_module) {
         const at::Tensor loss = model(x).sum();
         EXPECT_EQ(recorder->take(), forward(options.in_forward));
         loss.backward();
+        testing::note_value(loss);
+        testing::note_gradients(*model);
         EXPECT_EQ(recorder->take(), backward(options.in_backward));
         reference(x.detach()).sum().backward();
         for (const auto& entry : reference->named_parameters()) {
@@ -265,6 +269,7 @@ TEST_P(PrefetchLists, test_set_modules_to_backward_prefetch_inside_ac) {
   run_world(kWorldSize, [](const ProcessGroupPtr&) {
     for (const bool with_lists : {false, true}) {
       NestedDecoder model;
+      testing::init_parameters(*model);
       const FullyShardOptions options = testing::shard_options(GetParam(), true);
       auto& layers = model->layers;
       for (Layer& layer : layers) {
@@ -304,6 +309,8 @@ TEST_P(PrefetchLists, test_set_modules_to_backward_prefetch_inside_ac) {
         const at::Tensor loss = model(tokens).sum();
         recorder->take();
         loss.backward();
+        testing::note_value(loss);
+        testing::note_gradients(*model);
         EXPECT_EQ(recorder->take(), expected) << "iteration " << iteration;
       }
     }

@@ -1,4 +1,3 @@
-#include <ATen/ops/randint.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adam.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -34,6 +33,7 @@ Transformer sharded_transformer(int64_t num_layers, Recompute recompute,
                                 Layout layout) {
   Transformer model(testing::TransformerOptions{
       .num_layers = num_layers, .checkpoint_activations = recompute == Recompute::kFunction});
+  testing::init_parameters(*model);
   for (auto& block : model->blocks) {
     if (recompute == Recompute::kModule) checkpoint(*block);
     fully_shard(*block, testing::shard_options(layout, blocks));
@@ -42,7 +42,11 @@ Transformer sharded_transformer(int64_t num_layers, Recompute recompute,
   return model;
 }
 
-at::Tensor tokens() { return at::randint(0, 8, {2, 16}, at::kLong).to(testing::suite_device()); }
+// Each rank's own.
+at::Tensor tokens() {
+  const int rank = default_process_group()->getRank();
+  return (testing::seeded_randn({2, 16}, 42 + rank) * 100).to(at::kLong).remainder(8);
+}
 
 struct ReshardCase {
   const char* name;
@@ -81,8 +85,10 @@ TEST_P(BackwardPrefetch, test_fully_shard_backward_prefetch_forward_backward) {
     set_schedule_observer(*model, recorder);
     for (int iteration = 0; iteration < 3; ++iteration) {
       const at::Tensor loss = model(tokens()).sum();
+      testing::note_value(loss);
       EXPECT_EQ(recorder->take(), forward_events("U- UL0 UL1 UL2"));
       loss.backward();
+      testing::note_gradients(*model);
       std::string expected =
           reshard.blocks_reshard ? "UL2 UL1 PL2 UL0 PL1 PL0 P-" : "PL2 PL1 PL0 P-";
       if (reshard.root_reshards) expected = "U- " + expected;
@@ -103,11 +109,14 @@ TEST_P(BackwardPrefetch, test_fully_shard_backward_prefetch_multi_forward) {
     for (int iteration = 0; iteration < 3; ++iteration) {
       const at::Tensor loss1 = model(tokens());
       const at::Tensor loss2 = model(tokens());
+      testing::note_value(loss1);
+      testing::note_value(loss2);
       std::string forward = "U- UL0 UL1 UL2";
       if (reshard.blocks_reshard)
         forward += reshard.root_reshards ? " U- UL0 UL1 UL2" : " UL0 UL1 UL2";
       EXPECT_EQ(recorder->take(), forward_events(forward));
       (loss1 + loss2).sum().backward();
+      testing::note_gradients(*model);
       const std::string first_half =
           reshard.blocks_reshard ? "UL2 UL1 PL2 UL0 PL1 PL0" : "PL2 PL1 PL0";
       EXPECT_EQ(recorder->take(), backward_events((reshard.root_reshards ? "U- " : "") +
@@ -153,6 +162,7 @@ TEST_P(Prefetch, test_fully_shard_backward_prefetch_unused_in_backward) {
   run_world(kWorldSize, [](const ProcessGroupPtr& group) {
     for (const bool of_271 : {false, true}) {
       LinearThenTwo model;
+      testing::init_parameters(*model);
       const FullyShardOptions options = testing::shard_options(GetParam(), true);
       fully_shard(*model->first, options);
       fully_shard(*model->second->lin1, options);
@@ -169,6 +179,7 @@ TEST_P(Prefetch, test_fully_shard_backward_prefetch_unused_in_backward) {
       EXPECT_EQ(recorder->take(), backward_events("U1.lin2 U1.lin1 P1.lin2 U0 P0" + first_end));
       root.set_is_last_backward(true);
       loss1.sum().backward();
+      testing::note_gradients(*model);
       const std::string second_end = of_271 ? "" : " P1.lin2";
       EXPECT_EQ(recorder->take(), backward_events("U0 P1.lin1 P0" + second_end));
     }
@@ -192,18 +203,22 @@ TEST_P(Prefetch, test_set_modules_to_forward_prefetch) {
 
       for (size_t i = 0; i < 3; ++i) layers[i]->set_modules_to_forward_prefetch({&*layers[i + 1]});
       at::Tensor loss = model(tokens()).sum();
+      testing::note_value(loss);
       EXPECT_EQ(recorder->take(),
                 forward_events("U- UL0 UL1 RL0 UL2 RL1 UL3 RL2 RL3" + root_reshard));
       loss.backward();
+      testing::note_gradients(*model);
       EXPECT_EQ(recorder->take(), backward_events(backward));
 
       for (size_t i = 0; i < 2; ++i) {
         layers[i]->set_modules_to_forward_prefetch({&*layers[i + 1], &*layers[i + 2]});
       }
       loss = model(tokens()).sum();
+      testing::note_value(loss);
       EXPECT_EQ(recorder->take(),
                 forward_events("U- UL0 UL1 UL2 RL0 UL3 RL1 RL2 RL3" + root_reshard));
       loss.backward();
+      testing::note_gradients(*model);
       EXPECT_EQ(recorder->take(), backward_events(backward));
     }
   });
@@ -225,8 +240,10 @@ TEST_P(Prefetch, test_set_modules_to_backward_prefetch) {
 
       for (size_t i = 1; i < 4; ++i) layers[i]->set_modules_to_backward_prefetch({&*layers[i - 1]});
       at::Tensor loss = model(tokens()).sum();
+      testing::note_value(loss);
       EXPECT_EQ(recorder->take(), forward_events(forward));
       loss.backward();
+      testing::note_gradients(*model);
       EXPECT_EQ(
           recorder->take(),
           backward_events(root_unshard + "UL3 UL2 RL3 PL3 UL1 RL2 PL2 UL0 RL1 PL1 RL0 PL0 R- P-"));
@@ -235,8 +252,10 @@ TEST_P(Prefetch, test_set_modules_to_backward_prefetch) {
         layers[i]->set_modules_to_backward_prefetch({&*layers[i - 1], &*layers[i - 2]});
       }
       loss = model(tokens()).sum();
+      testing::note_value(loss);
       EXPECT_EQ(recorder->take(), forward_events(forward));
       loss.backward();
+      testing::note_gradients(*model);
       EXPECT_EQ(
           recorder->take(),
           backward_events(root_unshard + "UL3 UL2 UL1 RL3 PL3 UL0 RL2 PL2 RL1 PL1 RL0 PL0 R- P-"));
@@ -278,8 +297,10 @@ TEST_P(Prefetch, test_backward_misprefetch) {
 
       optimizer.zero_grad();
       const at::Tensor loss = model(x).sum();
+      testing::note_value(loss);
       EXPECT_EQ(recorder->take(), forward_events("Uin_proj Rin_proj Uout_proj Rout_proj"));
       loss.backward();
+      testing::note_gradients(*model);
       EXPECT_EQ(
           recorder->take(),
           backward_events("Uout_proj Uin_proj Rout_proj Pout_proj Uout_proj Rin_proj Pin_proj"));

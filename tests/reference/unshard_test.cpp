@@ -131,6 +131,8 @@ TEST_P(UnshardMultiProcess, test_unshard_async) {
       EXPECT_EQ(recorder->take(), step == 0 ? first : later);
       reference_loss.backward();
       loss.backward();
+      testing::note_value(loss);
+      testing::note_gradients(*model);
       EXPECT_EQ(recorder->take(), testing::backward_events("Pmlp3 Pmlp2 Pmlp1"));
       reference_optimizer.step();
       optimizer.step();

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/nn/module.h>
 
 #include "fsdp/device_mesh.h"
 #include "fsdp/policy.h"
@@ -24,6 +26,20 @@ SuiteOptions& suite_options();
 /// Runs `body` on each of `world_size` ranks: threads, or the processes of the job, of which there
 /// may be fewer. The rank's device is the current one of its type.
 void run_world(int world_size, const std::function<void(const ProcessGroupPtr&)>& body);
+
+/// Keeps what a rank has computed for the comparison with other devices. The value is read when the
+/// rank is done, so that nothing waits for it before.
+void note_value(const at::Tensor& value);
+/// Notes what this rank holds of the gradients of `model`, where it holds any.
+void note_gradients(torch::nn::Module& model);
+
+/// Writes what the tests have noted, a line for each value: test, world, rank, number, bits.
+///
+/// Errors:  ConfigError if the file cannot be written.
+void write_noted_values(const std::string& path);
+/// Whether the tests have noted, to the bit, what another run of them has written. Prints the
+/// differences, and how many values were compared; none is a difference too.
+[[nodiscard]] bool has_noted_values(const std::string& path);
 
 /// The device of a rank: ranks take the devices of the suite's type in turns.
 [[nodiscard]] c10::Device suite_device(int rank);
