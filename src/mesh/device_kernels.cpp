@@ -76,9 +76,10 @@ at::Tensor average(const at::Tensor& sum, size_t count) {
   return at::div(sum, divisor);
 }
 
-// The elements as accumulators: half precision as float, complex numbers as pairs.
-at::Tensor load(const DeviceRange& range) {
-  const at::Tensor values = over(range);
+// The elements on `device` as accumulators: half precision as float, complex numbers as pairs.
+// Moved first: only a copy between devices is ordered behind the current stream of its destination.
+at::Tensor load(const DeviceRange& range, c10::Device device) {
+  const at::Tensor values = over(range).to(device, /*non_blocking=*/true);
   if (at::isComplexType(range.dtype)) return at::view_as_real(values);
   return at::isReducedFloatingType(range.dtype) ? values.to(at::kFloat) : values;
 }
@@ -100,7 +101,7 @@ void reduce_on_device(const DeviceRange& destination, RedOp op,
   const c10::NoGradGuard no_grad;
   at::Tensor result;
   for (size_t rank = 0; rank < sources.size(); ++rank) {
-    at::Tensor value = load(sources[rank]).to(destination.device, /*non_blocking=*/true);
+    at::Tensor value = load(sources[rank], destination.device);
     if (op == RedOp::PREMUL_SUM) value = at::mul(value, factors[rank]);
     result = rank == 0 ? value : combine(op, result, value);
   }

@@ -126,7 +126,8 @@ bool parse(int argc, char** argv) {
                !parse_sim(argument)) {
       std::fprintf(stderr,
                    "reference_test: unknown argument %s; there are --processes, "
-                   "--device=cpu|npu|cuda, --write-values=FILE, --compare-values=FILE, and for simulated npus --num-devices=N and "
+                   "--device=cpu|npu|cuda, --write-values=FILE, --compare-values=FILE, and for "
+                   "simulated npus --num-devices=N and "
                    "--execution=eager|late-side-streams|late-default-streams|late\n",
                    argv[i]);
       return false;

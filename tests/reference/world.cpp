@@ -75,8 +75,7 @@ bool has_noted_values(const std::string& path) {
   for (const auto& [name, bits] : noted_values) {
     if (expected[name] == bits) continue;
     ++num_different;
-    std::printf("%s: expected %s, found %s\n", name.c_str(), expected[name].c_str(),
-                bits.c_str());
+    std::printf("%s: expected %s, found %s\n", name.c_str(), expected[name].c_str(), bits.c_str());
   }
   std::printf("%zu values compared with %s: %zu differ\n", noted_values.size(), path.c_str(),
               num_different);

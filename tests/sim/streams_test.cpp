@@ -1,6 +1,6 @@
-// The stream code of the schedule: training on simulated npus gives the CPU's bits, in every order of
-// execution, and the race detector sees nothing. The mutations of tests/mutations that take a wait
-// away turn both red: Detector.* by its report, Late.* by the numbers alone.
+// The stream code of the schedule: training on simulated npus gives the CPU's bits, in every order
+// of execution, and the race detector sees nothing. The mutations of tests/mutations that take a
+// wait away turn both red: Detector.* by its report, Late.* by the numbers alone.
 
 #include <string>
 #include <utility>
@@ -30,9 +30,9 @@ struct Config {
   std::string name;
   Layout layout = Layout::kFlat;
   bool half_precision = false;
-  bool replicates = false;       // 2 x 2
-  ReshardAfterForward reshard;   // of the blocks
-  bool own_devices = false;      // else all ranks on npu:0
+  bool replicates = false;      // 2 x 2
+  ReshardAfterForward reshard;  // of the blocks
+  bool own_devices = false;     // else all ranks on npu:0
 };
 
 std::vector<Config> configs() {
@@ -127,9 +127,8 @@ TEST_P(Detector, SeesNoRace) {
 TEST_P(Late, GivesTheSameNumbers) {
   const auto expected = train(GetParam(), /*on_npu=*/false);
   sim::set_on_race(sim::OnRace::kIgnore);
-  for (const auto execution :
-       {sim::Execution::kLateSideStreams, sim::Execution::kLateDefaultStreams,
-        sim::Execution::kLate}) {
+  for (const auto execution : {sim::Execution::kLateSideStreams,
+                               sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
     SCOPED_TRACE(static_cast<int>(execution));
     sim::set_execution(execution);
     std::vector<at::Tensor> found;
