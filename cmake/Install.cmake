@@ -18,6 +18,12 @@ set_property(TARGET fsdp APPEND PROPERTY INTERFACE_LINK_LIBRARIES
 
 set(FSDP_PACKAGE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/fsdp")
 install(TARGETS fsdp EXPORT fsdpTargets)
+if(NOT FSDP_WITH_NPU)
+  set_target_properties(fsdp_sim PROPERTIES VERSION ${PROJECT_VERSION}
+                        SOVERSION ${PROJECT_VERSION_MAJOR} EXPORT_NAME sim
+                        INSTALL_RPATH "$ORIGIN")
+  install(TARGETS fsdp_sim EXPORT fsdpTargets)
+endif()
 install(DIRECTORY include/fsdp DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING
         PATTERN "*.h")
 if(FSDP_BUILD_TRAIN)
