@@ -106,7 +106,7 @@ check-format:
 	@tools/check_style
 
 install: $(BUILD)/build.ninja
-	@$(NINJA) --target fsdp fsdp-train
+	@$(NINJA) --target installed
 	@cmake --install $(BUILD) --prefix "$(PREFIX)"
 
 clean:

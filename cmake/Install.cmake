@@ -16,6 +16,9 @@ set_target_properties(fsdp PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PRO
 set_property(TARGET fsdp APPEND PROPERTY INTERFACE_LINK_LIBRARIES
                                          $<INSTALL_INTERFACE:Libtorch::Libtorch>)
 
+add_custom_target(installed)
+add_dependencies(installed fsdp)
+
 set(FSDP_PACKAGE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/fsdp")
 install(TARGETS fsdp EXPORT fsdpTargets)
 if(NOT FSDP_WITH_NPU)
@@ -23,6 +26,7 @@ if(NOT FSDP_WITH_NPU)
                         SOVERSION ${PROJECT_VERSION_MAJOR} EXPORT_NAME sim
                         INSTALL_RPATH "$ORIGIN")
   install(TARGETS fsdp_sim EXPORT fsdpTargets)
+  add_dependencies(installed fsdp_sim)
 endif()
 install(DIRECTORY include/fsdp DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING
         PATTERN "*.h")
@@ -30,6 +34,7 @@ if(FSDP_BUILD_TRAIN)
   set_target_properties(fsdp-train PROPERTIES
                         INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
   install(TARGETS fsdp-train)
+  add_dependencies(installed fsdp-train)
 endif()
 
 install(EXPORT fsdpTargets NAMESPACE fsdp:: DESTINATION "${FSDP_PACKAGE_DIR}")

@@ -52,7 +52,8 @@ TEST(ThreadBackend, BadArguments) {
     Tensors strided = {at::ones({3, 2}).t()};
     config_error([&] { group->allreduce(strided); }, "is not contiguous");
     Tensors meta = {at::empty({3}, at::TensorOptions().device(at::kMeta))};
-    config_error([&] { backend_of(group).allreduce(meta, {}); }, "in host memory");
+    config_error([&] { backend_of(group).allreduce(meta, {}); },
+                 "of the host or of a device, found MetaFloatType on meta");
     c10d::BroadcastOptions root_7;
     root_7.rootRank = 7;
     Tensors one = {three};
