@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/util/SmallVector.h>
 
 namespace torch::nn {
@@ -89,6 +90,20 @@ class FSDPModule {
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule*>& modules);
   /// Divide gradients by `factor` instead of the number of ranks.
   void set_gradient_divide_factor(double factor);
+  /// How many groups may have their gradients in flight: above 1 the next group's need not wait until
+  /// the reduce-scatter before has read its input, for the memory of one more. The largest value of
+  /// the root's groups counts.
+  /// Errors:  ConfigError below 1.
+  void set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse = true);
+  /// true: reduce-scatters go over a process group of their own, since one communicator does one
+  /// collective at a time; modules of one mesh share it. false: over the mesh's, as all-gathers do.
+  /// Ranks:   makes process groups: every rank that shards calls it.
+  void set_separate_reduce_scatter_group(bool enable = true, bool recurse = true);
+  /// For the root: the next forward's gathers wait for `event`, recorded behind the optimizer's
+  /// step, and not for all that has been put on the current stream since. Once: each step sets it.
+  /// On CPU it changes nothing.
+  /// Errors:  ConfigError if the event is of another type of device, or was not recorded.
+  void set_post_optim_event(c10::Event event);
   /// Drops what a step that threw left behind, on the root. The next forward of the root does so by
   /// itself. Gradients of that step are lost; if its backward threw, so are unsharded gradients of
   /// earlier backwards without sync, to which it may have added in part.

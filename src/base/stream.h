@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <utility>
 
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
@@ -16,6 +17,7 @@ namespace fsdp {
 class Event {
  public:
   Event() = default;
+  explicit Event(c10::Event event) : event_(std::move(event)) {}
   Event(Event&&) = default;
   Event& operator=(Event&&) = default;
 

@@ -1,5 +1,9 @@
 #include "fsdp/fsdp_module.h"
 
+#include <map>
+#include <numeric>
+#include <utility>
+
 #include <torch/nn/module.h>
 
 #include "fsdp/error.h"
@@ -127,6 +131,52 @@ void FSDPModule::set_gradient_divide_factor(double factor) {
   for_each_group(
       *this, "set_gradient_divide_factor", /*recurse=*/false,
       [&](FSDPState&, FSDPParamGroup& group) { group.settings().gradient_divide_factor = factor; });
+}
+
+void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse) {
+  FSDP_CHECK(ConfigError, max_input_buffers >= 1,
+             "set_reduce_scatter_max_input_buffers: at least 1 buffer is needed, found ",
+             max_input_buffers, ".");
+  for_each_group(*this, "set_reduce_scatter_max_input_buffers", recurse,
+                 [&](FSDPState&, FSDPParamGroup& group) {
+                   group.settings().reduce_scatter_max_input_buffers =
+                       static_cast<size_t>(max_input_buffers);
+                 });
+  const auto state = checked_state(*this, "set_reduce_scatter_max_input_buffers");
+  if (state->is_initialized()) state->context()->set_max_reductions();
+}
+
+void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {
+  std::map<const c10d::ProcessGroup*, ProcessGroupPtr> groups;  // by shard group
+  for_each_group(
+      *this, "set_separate_reduce_scatter_group", recurse, [&](FSDPState&, FSDPParamGroup& group) {
+        ProcessGroupPtr& own = group.settings().reduce_scatter_group;
+        if (!enable) {
+          own = nullptr;
+          return;
+        }
+        const ProcessGroupPtr& shard_group = group.mesh_info()->shard_group();
+        ProcessGroupPtr& shared = groups[shard_group.get()];
+        if (!shared) shared = own;
+        if (!shared) {
+          std::vector<int> ranks(static_cast<size_t>(shard_group->getSize()));
+          std::iota(ranks.begin(), ranks.end(), 0);
+          shared = new_group(shard_group, ranks);
+        }
+        own = shared;
+      });
+}
+
+void FSDPModule::set_post_optim_event(c10::Event event) {
+  const auto state = checked_state(*this, "set_post_optim_event");
+  FSDP_CHECK(ConfigError, event.device_type() == state->device().type(),
+             "set_post_optim_event: the module is on ", state->device(),
+             ", but the event is one of ", event.device_type(), ".");
+  if (!has_streams(event.device_type())) return;
+  FSDP_CHECK(ConfigError, event.was_marked_for_recording(),
+             "set_post_optim_event: the event was not recorded. Record it on the optimizer's "
+             "stream first, behind step().");
+  state->context()->post_optim_event = Event(std::move(event));
 }
 
 void FSDPModule::reset_iter_state() {

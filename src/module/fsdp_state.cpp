@@ -1,6 +1,7 @@
 #include "module/fsdp_state.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -93,6 +94,16 @@ std::vector<std::shared_ptr<FSDPState>> RootContext::states() const {
   return result;
 }
 
+void RootContext::set_max_reductions() const {
+  size_t max_reductions = 1;
+  for (const auto& state : states()) {
+    if (state->group() == nullptr) continue;
+    max_reductions =
+        std::max(max_reductions, state->group()->settings().reduce_scatter_max_input_buffers);
+  }
+  comm->set_max_reductions(max_reductions);
+}
+
 FSDPState::FSDPState(std::vector<const torch::nn::Module*> modules, c10::Device device,
                      std::shared_ptr<FSDPParamGroup> group, const MixedPrecisionPolicy& mp_policy,
                      bool auto_reshard)
@@ -142,6 +153,7 @@ void FSDPState::lazy_init(torch::nn::Module& module) {
     state->context_ = context_;
     context_->all_states.push_back(state);
   }
+  context_->set_max_reductions();
 }
 
 // What only the outermost forward does.
@@ -152,8 +164,9 @@ void FSDPState::begin_iteration(torch::nn::Module& module, TensorRefs& inputs) {
   const bool backward_threw = context_->queued_graph_task.has_value() && !in_backward();
   if (context_->needs_reset || backward_threw) reset_iter_state();
   context_->iteration_root = this;
-  const Stream compute = context_->comm->compute_stream();
-  context_->comm->all_gather_streams_wait(compute.record());
+  Event optimized = std::exchange(context_->post_optim_event, Event());
+  if (!optimized.recorded()) optimized = context_->comm->compute_stream().record();
+  context_->comm->all_gather_streams_wait(optimized);
   if (!has_streams(device_.type())) return;
   for (at::Tensor* input : inputs) {
     if (input->device() != device_) *input = input->to(device_, /*non_blocking=*/true);

@@ -20,9 +20,12 @@ struct RootContext {
   const FSDPState* iteration_root = nullptr;  ///< whose forward is the outermost; only compared
   std::optional<int> queued_graph_task;       ///< the backward whose end will call us
   bool is_last_backward = true;
+  Event post_optim_event;  ///< the next gathers wait for it in place of the compute stream
   bool needs_reset = false;  ///< a forward threw
 
   [[nodiscard]] std::vector<std::shared_ptr<FSDPState>> states() const;
+  /// Gives the streams the largest value of all groups.
+  void set_max_reductions() const;
 };
 
 /// The state that fully_shard() gives a module, or a list of modules together: what their forward
@@ -52,6 +55,7 @@ class FSDPState final : public ForwardHooks, public std::enable_shared_from_this
   [[nodiscard]] bool is_root() const { return is_root_.value_or(false); }
   [[nodiscard]] bool is_initialized() const { return is_root_.has_value(); }
 
+  [[nodiscard]] const c10::Device& device() const { return device_; }
   [[nodiscard]] FSDPParamGroup* group() const { return group_.get(); }
   [[nodiscard]] const std::shared_ptr<RootContext>& context() const { return context_; }
 

@@ -49,6 +49,8 @@ Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
       has_grad_(std::move(request.input.has_grad)),
       group_number_(request.input.group_number),
       mesh_info_(std::move(request.mesh_info)),
+      group_(request.reduce_scatter_group ? std::move(request.reduce_scatter_group)
+                                          : mesh_info_->shard_group()),
       streams_(streams),
       module_path_(std::move(request.module_path)),
       all_reduce_grads_(request.all_reduce_grads),
@@ -65,8 +67,8 @@ Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
        .replicate_size = mesh_info_->replicate_size(),
        .reduce_dtype = input_.scalar_type(),
        .custom_factor = request.divide_factor,
-       .force_sum = !has_average(*mesh_info_->shard_group(), input_.device().type()),
-       .has_premul_sum = has_premul_sum(*mesh_info_->shard_group(), input_.device().type())}));
+       .force_sum = !has_average(*group_, input_.device().type()),
+       .has_premul_sum = has_premul_sum(*group_, input_.device().type())}));
 }
 
 void Reduction::start(const DivideFactors& factors) {
@@ -82,7 +84,7 @@ void Reduction::start(const DivideFactors& factors) {
   if (input_.numel() == 0) return;
   c10d::ReduceScatterOptions options;
   options.reduceOp = reduce_op(factors_.reduce_scatter, factors_.premul);
-  work_ = mesh_info_->shard_group()->_reduce_scatter_base(output_, input_, options);
+  work_ = group_->_reduce_scatter_base(output_, input_, options);
 }
 
 Reduction::~Reduction() { release_input(); }
@@ -100,7 +102,7 @@ void Reduction::finish() {
   bool reduced = true;
   {
     const StreamGuard on_reduce_scatter(streams_.reduce_scatter);
-    if (work_) wait_for(*work_, *mesh_info_->shard_group(), "reduce-scatter of gradients");
+    if (work_) wait_for(*work_, *group_, "reduce-scatter of gradients");
     work_.reset();
     reduce_scatter_done_ = streams_.reduce_scatter.record();
     if (mesh_info_->replicate_mesh_dim) reduced = all_reduce();

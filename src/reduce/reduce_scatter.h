@@ -25,6 +25,7 @@ struct PartialOutput {
 struct ReduceRequest {
   ReduceInput input;  ///< its parameters outlive the reduction
   FSDPMeshInfoPtr mesh_info;
+  ProcessGroupPtr reduce_scatter_group;  ///< null: the mesh's shard group
   std::optional<double> divide_factor;
   bool all_reduce_grads = true;      ///< HSDP: false keeps a partial sum for a later reduction
   bool require_equal_grads = false;  ///< throw if only some ranks have a parameter's gradient
@@ -84,6 +85,7 @@ class Reduction {
   std::vector<char> has_grad_;  // of each slot
   int64_t group_number_;
   FSDPMeshInfoPtr mesh_info_;
+  ProcessGroupPtr group_;  // of the reduce-scatter
   ReduceStreams streams_;
   DivideFactors factors_;
   std::string module_path_;

@@ -46,6 +46,10 @@ void CommContext::add_reduction(const std::shared_ptr<Reduction>& reduction) {
   reductions_.push_back(reduction);
 }
 
+void CommContext::make_room_for_reduction() {
+  while (reductions_.size() >= max_reductions_) pop_reduction();
+}
+
 void CommContext::finish_reductions() {
   while (!reductions_.empty()) pop_reduction();
 }

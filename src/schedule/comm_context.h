@@ -43,8 +43,11 @@ class CommContext {
   void free_gather_buffer();
 
   void add_reduction(const std::shared_ptr<Reduction>& reduction);
-  /// Ends all reductions: before the next one starts (one reduce-scatter input at a time), and at
-  /// the end of backward.
+  /// How many reductions may hold their input. 1 unless set.
+  void set_max_reductions(size_t max_reductions) { max_reductions_ = max_reductions; }
+  /// Ends the oldest reductions, so that one more may start.
+  void make_room_for_reduction();
+  /// Ends all reductions, at the end of backward.
   void finish_reductions();
   /// After a step that threw: waits for what is in flight and drops it. Never throws.
   void drop_in_flight() noexcept;
@@ -66,6 +69,7 @@ class CommContext {
   std::optional<GatherBuffer> gather_buffer_;
   Event unsharded_freed_;
   std::deque<std::weak_ptr<Reduction>> reductions_;  // owned by their groups
+  size_t max_reductions_ = 1;
 };
 
 }  // namespace fsdp

@@ -372,13 +372,14 @@ bool FSDPParamGroup::may_get_grads() const {
 void FSDPParamGroup::start_reduction() {
   {
     const Range range("FSDP::post_backward_rs_wait", module_path_);
-    comm_->finish_reductions();
+    comm_->make_room_for_reduction();
     end_reduction();
   }
   const Range range("FSDP::post_backward_reduce", module_path_);
   take_unsharded_grads();
   ReduceRequest request{.input = grads_->take(settings_.reduce_scatter_unused_params, number_),
                         .mesh_info = mesh_info_,
+                        .reduce_scatter_group = settings_.reduce_scatter_group,
                         .divide_factor = settings_.gradient_divide_factor,
                         .all_reduce_grads = settings_.all_reduce_grads,
                         .require_equal_grads = settings_.require_equal_gradients,

@@ -27,6 +27,9 @@ struct GroupSettings {
   bool reduce_scatter_unused_params = false;
   bool require_equal_gradients = false;
   std::optional<double> gradient_divide_factor;
+  /// Of the reductions of all groups of a root, which take the largest of their values.
+  size_t reduce_scatter_max_input_buffers = 1;
+  ProcessGroupPtr reduce_scatter_group;  ///< of the same ranks as the shard group; null: that one
 };
 
 /// The parameters that one fully_shard() call gathers and reduces together, and their state
