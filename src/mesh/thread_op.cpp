@@ -4,6 +4,7 @@
 #include <thread>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "fsdp/error.h"
@@ -187,12 +188,12 @@ void ThreadOp::fulfil(Promise promise) const {
   if (succeeded()) {
     // On a device a future keeps the current stream's place: whoever waits for it waits for that.
     const std::shared_ptr<DeviceCall>& call = calls_[static_cast<size_t>(promise.rank)].on_device;
-    std::optional<StreamGuard> on_stream;
-    if (call) {
-      on_stream.emplace(call->stream);
-      order_behind(call->stream);
-    }
-    promise.future->markCompleted(c10::IValue(std::move(promise.value)));
+    if (!call) return promise.future->markCompleted(c10::IValue(std::move(promise.value)));
+    const c10::DeviceGuard on_device(call->device);  // callbacks will have it as theirs
+    const StreamGuard on_stream(call->stream);
+    order_behind(call->stream);
+    promise.future->markCompleted(c10::IValue(std::move(promise.value)),
+                                  std::move(promise.storages));
   } else {
     promise.future->setError(std::make_exception_ptr(
         CommError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error())));
@@ -298,13 +299,21 @@ std::string ThreadOp::error() const {
 
 FuturePtr ThreadOp::future(int rank, std::vector<at::Tensor> value) {
   std::unique_lock<std::mutex> lock(mutex_);
-  // Also without a value, as of a send: its callbacks run behind it.
-  const std::shared_ptr<DeviceCall>& call = calls_[static_cast<size_t>(rank)].on_device;
+  const ThreadCall& call = calls_[static_cast<size_t>(rank)];
   std::vector<c10::Device> devices;
-  if (call) devices.push_back(call->device);
+  if (call.on_device) devices.push_back(call.on_device->device);
   auto future = c10::make_intrusive<c10::ivalue::Future>(
       c10::ListType::create(c10::TensorType::get()), std::move(devices));
-  Promise promise{rank, future, std::move(value)};
+  Promise promise{rank, future, std::move(value), {}};
+  if (call.on_device) {
+    // Those of inputs too: the future of a send has no value, and callbacks behind it.
+    for (const at::Tensor& tensor : call.tensors) {
+      promise.storages.emplace_back(tensor.storage().getWeakStorageImpl());
+    }
+    for (const at::Tensor& tensor : promise.value) {
+      promise.storages.emplace_back(tensor.storage().getWeakStorageImpl());
+    }
+  }
   const bool over = is_over();
   if (!over) {
     promises_.push_back(std::move(promise));

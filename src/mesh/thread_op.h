@@ -74,6 +74,7 @@ class ThreadOp {
     int rank = 0;
     FuturePtr future;
     std::vector<at::Tensor> value;
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;  // of tensors on a device
   };
 
   void check_against_first(int rank);   // holds mutex_

@@ -272,8 +272,7 @@ TensorLists run(const Part& part, int world_size, std::optional<Devices> devices
   TensorLists found(world_size);
   run_ranks(world_size, [&](const ProcessGroupPtr& group) {
     const int rank = group->getRank();
-    const c10::Device device =
-        devices ? testing::npu_of(*devices, rank) : c10::Device(c10::kCPU);
+    const c10::Device device = devices ? testing::npu_of(*devices, rank) : c10::Device(c10::kCPU);
     const c10::OptionalDeviceGuard guard(devices ? std::make_optional(device) : std::nullopt);
     Rank me{group, device, rank, world_size, {}};
     part.run(me);
@@ -336,14 +335,15 @@ TEST_P(ThreadDevice, GivesTheBitsOfTheHost) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Npu, ThreadDevice,
-    ::testing::Combine(::testing::ValuesIn(parts()), ::testing::Values(1, 2, 3, 8),
-                       ::testing::Values(Devices::kShared, Devices::kOneEach)),
-    [](const auto& info) {
-      return std::get<0>(info.param).name + "_" + std::to_string(std::get<1>(info.param)) + "_" +
-             testing::name_of(std::get<2>(info.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Npu, ThreadDevice,
+                         ::testing::Combine(::testing::ValuesIn(parts()),
+                                            ::testing::Values(1, 2, 3, 8),
+                                            ::testing::Values(Devices::kShared, Devices::kOneEach)),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).name + "_" +
+                                  std::to_string(std::get<1>(info.param)) + "_" +
+                                  testing::name_of(std::get<2>(info.param));
+                         });
 
 }  // namespace
 }  // namespace fsdp
