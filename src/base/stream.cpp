@@ -19,6 +19,8 @@ void Event::synchronize() const {
   if (event_) event_->synchronize();
 }
 
+bool Event::query() const { return !event_ || event_->query(); }
+
 Event Stream::record() const {
   Event event;
   if (has_streams(stream_.device_type())) {

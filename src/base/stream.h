@@ -24,6 +24,8 @@ class Event {
   [[nodiscard]] bool recorded() const { return event_.has_value(); }
   /// Blocks the host until the work before the event is done.
   void synchronize() const;
+  /// Whether the work before it is done.
+  [[nodiscard]] bool query() const;
 
  private:
   friend class Stream;

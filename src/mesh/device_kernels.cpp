@@ -14,6 +14,8 @@
 #include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 
+#include "base/stream.h"
+
 namespace fsdp {
 namespace {
 
@@ -99,16 +101,17 @@ void reduce_on_device(const DeviceRange& destination, RedOp op,
                       std::span<const DeviceRange> sources, std::span<const double> factors) {
   if (destination.numel == 0) return;
   const c10::NoGradGuard no_grad;
+  const c10::Device here = with_index(c10::Device(destination.device.type()));
   at::Tensor result;
   for (size_t rank = 0; rank < sources.size(); ++rank) {
-    at::Tensor value = load(sources[rank], destination.device);
+    at::Tensor value = load(sources[rank], here);
     if (op == RedOp::PREMUL_SUM) value = at::mul(value, factors[rank]);
     result = rank == 0 ? value : combine(op, result, value);
   }
   if (op == RedOp::AVG) result = average(result, sources.size());
   at::Tensor target = over(destination);
   if (at::isComplexType(destination.dtype)) target = at::view_as_real(target);
-  target.copy_(result);
+  target.copy_(result, /*non_blocking=*/true);
 }
 
 }  // namespace fsdp

@@ -25,7 +25,7 @@ void copy_on_device(const DeviceRange& destination, const DeviceRange& source);
 /// Reduces with torch's operators to the same bits as reduce_on_host().
 ///
 /// Memory:  a range of the accumulator's dtype for each rank but the first.
-/// Streams: the current one of the destination's device.
+/// Streams: the current one of the current device; copies from and to others as copy_on_device().
 void reduce_on_device(const DeviceRange& destination, c10d::ReduceOp::RedOpType op,
                       std::span<const DeviceRange> sources, std::span<const double> factors);
 

@@ -1,6 +1,7 @@
 #include "mesh/thread_call.h"
 
 #include <algorithm>
+#include <unordered_map>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -253,6 +254,14 @@ void run_job(std::span<ThreadCall> calls, int phase, int rank) {
   if (!mine) return run_share(calls, phase, rank);
   const c10::DeviceGuard on_device(mine->device);
   const StreamGuard on_stream(mine->stream);
+  // A copy between devices also uses the current stream of the other: a peer's of this kind, not
+  // the default one, which would then wait for this collective.
+  std::unordered_map<c10::Device, std::unique_ptr<StreamGuard>> on_peers_streams;
+  for (const ThreadCall& call : calls) {
+    if (call.on_device->device == mine->device) continue;
+    std::unique_ptr<StreamGuard>& guard = on_peers_streams[call.on_device->device];
+    if (!guard) guard = std::make_unique<StreamGuard>(call.on_device->stream);
+  }
   for (const ThreadCall& call : calls) {
     const DeviceCall& peer = *call.on_device;
     mine->stream.wait(phase == 0 ? peer.ready : peer.done[static_cast<size_t>(phase - 1)]);

@@ -4,6 +4,7 @@
 #include <thread>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "fsdp/error.h"
@@ -36,8 +37,9 @@ ThreadOp::ThreadOp(RankList job_ranks, uint64_t sequence)
       calls_(job_ranks_->size()),
       arrived_(job_ranks_->size(), 0) {}
 
+// Also when a share failed: those of other ranks may be on their streams.
 ThreadOp::~ThreadOp() {
-  if (!succeeded()) return;
+  if (num_phases_ == 0) return;
   for (const ThreadCall& call : calls_) {
     if (!call.on_device) continue;
     const c10::impl::VirtualGuardImpl guard(call.device_type());
@@ -122,8 +124,8 @@ void ThreadOp::begin_running() {
 }
 
 void ThreadOp::begin_phase(int phase) {
+  if (!job_error_.empty()) return set_failed(job_error_);
   if (phase == num_phases_) {
-    if (!job_error_.empty()) return set_failed(job_error_);
     for (ThreadCall& call : calls_) {
       if (!call.on_device) call = ThreadCall();  // lets go of the tensors
     }
@@ -186,12 +188,12 @@ void ThreadOp::fulfil(Promise promise) const {
   if (succeeded()) {
     // On a device a future keeps the current stream's place: whoever waits for it waits for that.
     const std::shared_ptr<DeviceCall>& call = calls_[static_cast<size_t>(promise.rank)].on_device;
-    std::optional<StreamGuard> on_stream;
-    if (call) {
-      on_stream.emplace(call->stream);
-      order_behind(call->stream);
-    }
-    promise.future->markCompleted(c10::IValue(std::move(promise.value)));
+    if (!call) return promise.future->markCompleted(c10::IValue(std::move(promise.value)));
+    const c10::DeviceGuard on_device(call->device);  // callbacks will have it as theirs
+    const StreamGuard on_stream(call->stream);
+    order_behind(call->stream);
+    promise.future->markCompleted(c10::IValue(std::move(promise.value)),
+                                  std::move(promise.storages));
   } else {
     promise.future->setError(std::make_exception_ptr(
         CommError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error())));
@@ -215,7 +217,10 @@ void ThreadOp::run_available_jobs(int rank) {
         run_job(calls_, phase, job);
       } catch (const std::exception& error) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        job_error_ = c10::str("collective ", sequence_, ": ", message_of(error));
+        if (job_error_.empty()) {
+          job_error_ = c10::str(describe(calls_[static_cast<size_t>(job)]), " (collective ",
+                                sequence_, "), the part of ", label(job), ": ", message_of(error));
+        }
       }
       finish_job();
     }
@@ -265,7 +270,7 @@ void ThreadOp::wait(int rank, std::chrono::milliseconds timeout) {
 // The stream waits for every rank's share: they read each other's tensors.
 void ThreadOp::order_behind(const Stream& stream) const {
   for (const ThreadCall& call : calls_) {
-    if (num_phases_ > 0) stream.wait(call.on_device->done[static_cast<size_t>(num_phases_ - 1)]);
+    if (num_phases_ > 0) stream.wait(call.on_device->done[last_phase()]);
   }
 }
 
@@ -277,7 +282,10 @@ void ThreadOp::let_go_of_tensors(int rank) {
 
 bool ThreadOp::poll(int rank) {
   if (state_.load(std::memory_order_acquire) == State::kRunning) run_available_jobs(rank);
-  return is_over();
+  if (!is_over()) return false;
+  return !succeeded() || std::all_of(calls_.begin(), calls_.end(), [&](const ThreadCall& call) {
+    return num_phases_ == 0 || !call.on_device || call.on_device->done[last_phase()].query();
+  });
 }
 
 bool ThreadOp::succeeded() const {
@@ -290,12 +298,22 @@ std::string ThreadOp::error() const {
 }
 
 FuturePtr ThreadOp::future(int rank, std::vector<at::Tensor> value) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const ThreadCall& call = calls_[static_cast<size_t>(rank)];
   std::vector<c10::Device> devices;
-  if (!value.empty() && !value.front().is_cpu()) devices.push_back(value.front().device());
+  if (call.on_device) devices.push_back(call.on_device->device);
   auto future = c10::make_intrusive<c10::ivalue::Future>(
       c10::ListType::create(c10::TensorType::get()), std::move(devices));
-  Promise promise{rank, future, std::move(value)};
-  std::unique_lock<std::mutex> lock(mutex_);
+  Promise promise{rank, future, std::move(value), {}};
+  if (call.on_device) {
+    // Those of inputs too: the future of a send has no value, and callbacks behind it.
+    for (const at::Tensor& tensor : call.tensors) {
+      promise.storages.emplace_back(tensor.storage().getWeakStorageImpl());
+    }
+    for (const at::Tensor& tensor : promise.value) {
+      promise.storages.emplace_back(tensor.storage().getWeakStorageImpl());
+    }
+  }
   const bool over = is_over();
   if (!over) {
     promises_.push_back(std::move(promise));

@@ -58,7 +58,8 @@ class ThreadOp {
   ///
   /// Errors:  CommError for a rank that does not come within `timeout`, a mismatch, or fail().
   void wait(int rank, std::chrono::milliseconds timeout);
-  /// Whether it is over, with or without error. Works on jobs that can be done now.
+  /// Whether it is over, with or without error; on a device, whether the device is done with it.
+  /// Works on jobs that can be done now.
   [[nodiscard]] bool poll(int rank);
   [[nodiscard]] bool succeeded() const;
   [[nodiscard]] std::string error() const;  // empty while there is none
@@ -73,6 +74,7 @@ class ThreadOp {
     int rank = 0;
     FuturePtr future;
     std::vector<at::Tensor> value;
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;  // of tensors on a device
   };
 
   void check_against_first(int rank);   // holds mutex_
@@ -83,6 +85,7 @@ class ThreadOp {
   void run_available_jobs(int rank);
   [[nodiscard]] bool take_job(int phase, int rank);
   [[nodiscard]] bool is_over() const;
+  [[nodiscard]] size_t last_phase() const { return static_cast<size_t>(num_phases_ - 1); }
   [[nodiscard]] std::string label(int rank) const;  // holds mutex_
   [[nodiscard]] std::string missing_ranks() const;  // holds mutex_
   [[nodiscard]] std::string timeout_text(std::chrono::milliseconds timeout) const;

@@ -162,7 +162,8 @@ class Call {
     for (const TensorArgument& tensor : tensors_) {
       if (host.has_storage() && host.nbytes() > 0 &&
           host.storage().data() == tensor.host.storage().data()) {
-        return view_of(tensor.npu, host.sizes(), host.strides(), host.storage_offset());
+        return view_of(tensor.npu, host.sizes(), host.strides(), host.storage_offset(),
+                       host.dtype());
       }
     }
     const Tensor npu = empty_like(host);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/Tensor.h>
@@ -23,9 +24,10 @@ StreamState& stream_of(const c10::Device& device) {
 }
 
 Tensor view_of(const Tensor& tensor, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-               int64_t offset) {
+               int64_t offset, std::optional<caffe2::TypeMeta> dtype) {
   Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
+      c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(),
+      dtype.value_or(tensor.dtype()));
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return view;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -25,9 +26,10 @@ void add_bytes(std::vector<Bytes>& bytes, const at::Tensor& tensor, bool is_writ
 /// stays valid when the tensor is freed, and then sees what the memory is used for next.
 [[nodiscard]] at::Tensor host_alias(const at::Tensor& tensor);
 
-/// Another tensor over the storage of `tensor`.
+/// Another tensor over the storage of `tensor`, of its dtype unless another is given.
 [[nodiscard]] at::Tensor view_of(const at::Tensor& tensor, c10::IntArrayRef sizes,
-                                 c10::IntArrayRef strides, int64_t offset);
+                                 c10::IntArrayRef strides, int64_t offset,
+                                 std::optional<caffe2::TypeMeta> dtype = std::nullopt);
 
 /// Kernels run as below autograd, whatever the thread that happens to run them is doing.
 class KernelMode {
