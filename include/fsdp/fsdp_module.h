@@ -90,10 +90,9 @@ class FSDPModule {
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule*>& modules);
   /// Divide gradients by `factor` instead of the number of ranks.
   void set_gradient_divide_factor(double factor);
-  /// How many groups may have their gradients in flight: above 1 the next group's need not wait until
-  /// the reduce-scatter before has read its input, for the memory of one more. The largest value of
-  /// the root's groups counts.
-  /// Errors:  ConfigError below 1.
+  /// How many groups may have their gradients in flight: above 1 the next group's need not wait
+  /// until the reduce-scatter before has read its input, for the memory of one more. The largest
+  /// value of the root's groups counts. Errors:  ConfigError below 1.
   void set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse = true);
   /// true: reduce-scatters go over a process group of their own, since one communicator does one
   /// collective at a time; modules of one mesh share it. false: over the mesh's, as all-gathers do.

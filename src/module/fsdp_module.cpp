@@ -148,23 +148,23 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers,
 
 void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {
   std::map<const c10d::ProcessGroup*, ProcessGroupPtr> groups;  // by shard group
-  for_each_group(
-      *this, "set_separate_reduce_scatter_group", recurse, [&](FSDPState&, FSDPParamGroup& group) {
-        ProcessGroupPtr& own = group.settings().reduce_scatter_group;
-        if (!enable) {
-          own = nullptr;
-          return;
-        }
-        const ProcessGroupPtr& shard_group = group.mesh_info()->shard_group();
-        ProcessGroupPtr& shared = groups[shard_group.get()];
-        if (!shared) shared = own;
-        if (!shared) {
-          std::vector<int> ranks(static_cast<size_t>(shard_group->getSize()));
-          std::iota(ranks.begin(), ranks.end(), 0);
-          shared = new_group(shard_group, ranks);
-        }
-        own = shared;
-      });
+  for_each_group(*this, "set_separate_reduce_scatter_group", recurse,
+                 [&](FSDPState&, FSDPParamGroup& group) {
+                   ProcessGroupPtr& own = group.settings().reduce_scatter_group;
+                   if (!enable) {
+                     own = nullptr;
+                     return;
+                   }
+                   const ProcessGroupPtr& shard_group = group.mesh_info()->shard_group();
+                   ProcessGroupPtr& shared = groups[shard_group.get()];
+                   if (!shared) shared = own;
+                   if (!shared) {
+                     std::vector<int> ranks(static_cast<size_t>(shard_group->getSize()));
+                     std::iota(ranks.begin(), ranks.end(), 0);
+                     shared = new_group(shard_group, ranks);
+                   }
+                   own = shared;
+                 });
 }
 
 void FSDPModule::set_post_optim_event(c10::Event event) {

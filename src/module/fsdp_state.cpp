@@ -211,7 +211,7 @@ void FSDPState::post_forward(torch::nn::Module& module, TensorRefs& outputs) {
       complete_forward(outputs);
       if (context_->iteration_root == this) {
         complete_other_forwards(outputs);
-        context_->comm->free_gather_buffer();
+        context_->comm->free_gathered();
         context_->iteration_root = nullptr;
       }
     }

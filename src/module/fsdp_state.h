@@ -20,7 +20,7 @@ struct RootContext {
   const FSDPState* iteration_root = nullptr;  ///< whose forward is the outermost; only compared
   std::optional<int> queued_graph_task;       ///< the backward whose end will call us
   bool is_last_backward = true;
-  Event post_optim_event;  ///< the next gathers wait for it in place of the compute stream
+  Event post_optim_event;    ///< the next gathers wait for it in place of the compute stream
   bool needs_reset = false;  ///< a forward threw
 
   [[nodiscard]] std::vector<std::shared_ptr<FSDPState>> states() const;

@@ -93,6 +93,7 @@ void Reduction::release_input() {
   if (!input_.defined()) return;
   current_stream(input_.device()).wait(reduce_scatter_done_);
   input_.reset();
+  added_partial_.reset();
 }
 
 void Reduction::finish() {
@@ -135,6 +136,11 @@ void Reduction::add_partial_output() {
   flags.copy_(at::maximum(flags, before.narrow(0, num_grads, layout_->num_flags)));
   for (size_t i = 0; i < has_grad_.size(); ++i) {
     has_grad_[i] = has_grad_[i] | partial_output_.has_grad[i];
+  }
+  if (mesh_info_->shard_size() == 1) {
+    // It was an input, so it belongs to the compute stream: kept as long as this one's.
+    added_partial_ = std::move(partial_output_.flat);
+    reduce_scatter_done_ = streams_.reduce_scatter.record();
   }
   partial_output_ = {};
 }

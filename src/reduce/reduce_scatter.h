@@ -92,8 +92,9 @@ class Reduction {
   bool all_reduce_grads_;
   bool require_equal_grads_;
   PartialOutput partial_output_;
-  at::Tensor input_;   // 1-D, all chunks
-  at::Tensor output_;  // 1-D, this rank's chunk
+  at::Tensor input_;          // 1-D, all chunks
+  at::Tensor output_;         // 1-D, this rank's chunk
+  at::Tensor added_partial_;  // of a shard group of one rank: read by the reduce-scatter stream
   c10::intrusive_ptr<c10d::Work> work_;
   Event reduce_scatter_done_;
   Event post_reduce_;

@@ -14,24 +14,15 @@ void CommContext::all_gather_streams_wait(const Event& event) const {
   all_gather_streams_.all_gather.wait(event);
 }
 
-void CommContext::note_unsharded_freed() {
-  if (has_streams(device_.type())) unsharded_freed_ = compute_stream().record();
+void CommContext::keep_gathered(at::DataPtr bytes, Event last_use) {
+  free_gathered();
+  gathered_.emplace(Gathered{.bytes = std::move(bytes), .last_use = std::move(last_use)});
 }
 
-void CommContext::wait_for_freed() const {
-  if (unsharded_freed_.recorded()) all_gather_streams_wait(unsharded_freed_);
-}
-
-void CommContext::keep_gather_buffer(at::Tensor buffer, Event copied_out) {
-  free_gather_buffer();
-  gather_buffer_.emplace(
-      GatherBuffer{.buffer = std::move(buffer), .copied_out = std::move(copied_out)});
-}
-
-void CommContext::free_gather_buffer() {
-  if (!gather_buffer_) return;
-  all_gather_streams_wait(gather_buffer_->copied_out);
-  gather_buffer_.reset();
+void CommContext::free_gathered() {
+  if (!gathered_) return;
+  all_gather_streams_wait(gathered_->last_use);
+  gathered_.reset();
 }
 
 void CommContext::pop_reduction() {
@@ -59,7 +50,7 @@ void CommContext::drop_in_flight() noexcept {
     if (const auto reduction = entry.lock()) reduction->abandon();
   }
   reductions_.clear();
-  gather_buffer_.reset();
+  gathered_.reset();
   post_forward_order.clear();
 }
 

@@ -31,16 +31,11 @@ class CommContext {
   /// Both all-gather streams wait for `event`.
   void all_gather_streams_wait(const Event& event) const;
 
-  /// Layout::kFlat: unsharded bytes, which the all-gather streams allocated and compute used, are
-  /// freed at this point of the compute stream.
-  void note_unsharded_freed();
-  /// The next gather may be given bytes that were freed: its streams wait for their last use.
-  void wait_for_freed() const;
-
-  /// Keeps a gather's buffer until the next gather has been started; frees the one kept before.
-  void keep_gather_buffer(at::Tensor buffer, Event copied_out);
-  /// Frees the buffer kept, behind the event that ends its use.
-  void free_gather_buffer();
+  /// Keeps bytes that a gather has filled until the next gather has been started, which so need not
+  /// wait for their last use; frees those kept before.
+  void keep_gathered(at::DataPtr bytes, Event last_use);
+  /// Frees the bytes kept: what the all-gather streams do from now on waits for their last use.
+  void free_gathered();
 
   void add_reduction(const std::shared_ptr<Reduction>& reduction);
   /// How many reductions may hold their input. 1 unless set.
@@ -56,9 +51,9 @@ class CommContext {
   std::vector<std::weak_ptr<FSDPParamGroup>> post_forward_order;
 
  private:
-  struct GatherBuffer {
-    at::Tensor buffer;
-    Event copied_out;
+  struct Gathered {
+    at::DataPtr bytes;
+    Event last_use;
   };
 
   void pop_reduction();
@@ -66,8 +61,7 @@ class CommContext {
   c10::Device device_;
   AllGatherStreams all_gather_streams_;
   ReduceStreams reduce_streams_;
-  std::optional<GatherBuffer> gather_buffer_;
-  Event unsharded_freed_;
+  std::optional<Gathered> gathered_;
   std::deque<std::weak_ptr<Reduction>> reductions_;  // owned by their groups
   size_t max_reductions_ = 1;
 };

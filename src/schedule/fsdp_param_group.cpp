@@ -151,14 +151,13 @@ void FSDPParamGroup::start_all_gather(bool async_op) {
   const FSDPMeshInfo& mesh_info = sharded_state() == ShardedState::kShardedPostForward
                                       ? *settings_.post_forward_mesh_info
                                       : *mesh_info_;
-  comm_->wait_for_freed();
   all_gather_result_ =
       foreach_all_gather(sharded_params_, mesh_info.shard_group(), async_op, streams);
 }
 
 void FSDPParamGroup::wait_for_unshard() {
   if (!all_gather_result_) return;
-  comm_->free_gather_buffer();
+  comm_->free_gathered();
   AllGatherResult result = std::move(*all_gather_result_);
   all_gather_result_.reset();
   {
@@ -168,12 +167,18 @@ void FSDPParamGroup::wait_for_unshard() {
   to_unsharded();
   if (!result.buffer.defined()) return;
 
-  Event copied_out = comm_->compute_stream().record();
-  if (training_state_ == TrainingState::kForward && has_streams(device_.type())) {
-    // The next group's gather is started before this buffer is needed again.
-    comm_->keep_gather_buffer(std::move(result.buffer), std::move(copied_out));
+  free_gathered(result.buffer.storage().set_data_ptr(at::DataPtr(nullptr, result.buffer.device())));
+}
+
+// Bytes of the all-gather streams, whose last use is what compute does now. In forward the next
+// group's gather is not known yet; when it is started it should not wait for this group.
+void FSDPParamGroup::free_gathered(at::DataPtr bytes) {
+  if (!bytes || !has_streams(device_.type())) return;
+  Event last_use = comm_->compute_stream().record();
+  if (training_state_ == TrainingState::kForward) {
+    comm_->keep_gathered(std::move(bytes), std::move(last_use));
   } else {
-    comm_->all_gather_streams_wait(copied_out);
+    comm_->all_gather_streams_wait(last_use);
   }
 }
 
@@ -196,15 +201,13 @@ void FSDPParamGroup::reshard() {
 
 void FSDPParamGroup::to_sharded() {
   if (sharded_state() == ShardedState::kSharded) return;
-  sharded_params_.to_sharded();
-  comm_->note_unsharded_freed();
+  free_gathered(sharded_params_.to_sharded());
 }
 
 void FSDPParamGroup::to_sharded_post_forward() {
   if (!is_unsharded()) return;
   TORCH_INTERNAL_ASSERT(settings_.post_forward_mesh_info != nullptr);
-  sharded_params_.to_sharded_post_forward(*settings_.post_forward_mesh_info);
-  comm_->note_unsharded_freed();
+  free_gathered(sharded_params_.to_sharded_post_forward(*settings_.post_forward_mesh_info));
   reshard_event_ = comm_->compute_stream().record();
 }
 

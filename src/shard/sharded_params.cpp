@@ -232,25 +232,31 @@ void ShardedParams::adopt_unsharded(const at::Storage& gathered) {
   move_bytes(gathered, storages_.front());
 }
 
-void ShardedParams::free_unsharded() {
-  for (size_t i = 0; i < storages_.size(); ++i) free_storage(storages_[i], access_errors_[i]);
+at::DataPtr ShardedParams::free_unsharded() {
+  at::DataPtr bytes;
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    bytes = free_storage(storages_[i], access_errors_[i]);
+  }
+  if (layout_ != Layout::kFlat) bytes.clear();
+  return bytes;
 }
 
-void ShardedParams::to_sharded() {
-  if (sharded_state_ == ShardedState::kSharded) return;
-  free_unsharded();
+at::DataPtr ShardedParams::to_sharded() {
+  if (sharded_state_ == ShardedState::kSharded) return {};
+  at::DataPtr bytes = free_unsharded();
   for (const auto& flat : flats_) flat->drop_post_forward_shard();
   sharded_state_ = ShardedState::kSharded;
+  return bytes;
 }
 
-void ShardedParams::to_sharded_post_forward(const FSDPMeshInfo& mesh_info) {
-  if (sharded_state_ != ShardedState::kUnsharded) return;
+at::DataPtr ShardedParams::to_sharded_post_forward(const FSDPMeshInfo& mesh_info) {
+  if (sharded_state_ != ShardedState::kUnsharded) return {};
   const c10::NoGradGuard no_grad;
   for (const auto& flat : flats_) {
     flat->keep_post_forward_shard(mesh_info.shard_size(), mesh_info.shard_rank());
   }
-  free_unsharded();
   sharded_state_ = ShardedState::kShardedPostForward;
+  return free_unsharded();
 }
 
 void ShardedParams::to_unsharded() {

@@ -75,10 +75,10 @@ class ShardedParams {
   // The transitions between states, of all parameters at once: in the flat layout they share their
   // bytes. Each does nothing in the state that it leads to.
   /// Frees the unsharded parameters, and what was kept of them.
-  void to_sharded();
+  at::DataPtr to_sharded();
   /// Frees the unsharded parameters, but for one of the parts that the ranks of `mesh_info` which
   /// shard keep. Nothing unless unsharded.
-  void to_sharded_post_forward(const FSDPMeshInfo& mesh_info);
+  at::DataPtr to_sharded_post_forward(const FSDPMeshInfo& mesh_info);
   /// The unsharded parameters have been gathered: nothing else is kept of them.
   void to_unsharded();
 
@@ -88,7 +88,7 @@ class ShardedParams {
   void check_device() const;
   void make_storages();
   void describe_access_errors();
-  void free_unsharded();
+  at::DataPtr free_unsharded();
 
   Layout layout_;
   c10::Device device_;

@@ -1,5 +1,7 @@
 #include "shard/storage.h"
 
+#include <utility>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
@@ -41,12 +43,14 @@ at::Storage make_storage_of_device(int64_t bytes, c10::Device device) {
 
 }  // namespace
 
-void free_storage(const at::Storage& storage, const std::string& access_error) {
+at::DataPtr free_storage(const at::Storage& storage, const std::string& access_error) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-  if (impl->nbytes() == 0) return;  // there is nothing to miss, and nothing to give back
-  impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
+  if (impl->nbytes() == 0) return {};  // there is nothing to miss, and nothing to give back
+  at::DataPtr bytes(nullptr, impl->device());
+  std::swap(bytes, impl->_mutable_data_ptr_no_checks());
   // nbytes stays: operators that check sizes first then reach the data pointer, and our message.
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(access_error);
+  return bytes;
 }
 
 at::Storage make_freed_storage(int64_t bytes, c10::Device device, const std::string& access_error) {

@@ -7,12 +7,12 @@
 namespace fsdp {
 
 /// Frees the bytes of a storage whose tensors live on: the module's members and what autograd
-/// saved.
+/// saved. Returns them: what the caller does not keep is free now.
 ///
 /// The storage keeps its size; one of size 0 is left alone. An access to the data throws
 /// `access_error` until the bytes are back. Streams: the bytes go back to the allocator on the
 /// current stream.
-void free_storage(const at::Storage& storage, const std::string& access_error);
+at::DataPtr free_storage(const at::Storage& storage, const std::string& access_error);
 
 /// A storage of `bytes` that has none yet: freed from the start.
 [[nodiscard]] at::Storage make_freed_storage(int64_t bytes, c10::Device device,

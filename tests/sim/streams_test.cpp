@@ -68,19 +68,19 @@ std::vector<Config> configs() {
   });
 }
 
-// The tests test_stream_safety_* of PyTorch 2.13, by their names there, with 2 ranks and with 4.
+// The tests test_stream_safety_* of PyTorch 2.13, by their names there: 2 ranks on one
+// device, and 4 on one each.
 std::vector<Config> stream_safety_configs() {
   std::vector<Config> all;
   const auto add = [&](Config config) {
-    for (const int world_size : {2, 4}) {
-      Config sized = config;
-      sized.world_size = world_size;
-      sized.name += std::to_string(world_size);
-      all.push_back(sized);
-      sized.own_devices = true;
-      sized.name += "DeviceEach";
-      all.push_back(sized);
-    }
+    const std::string name = config.name;
+    config.world_size = 2;
+    config.name = name + "TwoOnOneDevice";
+    all.push_back(config);
+    config.world_size = 4;
+    config.own_devices = true;
+    config.name = name + "FourDevices";
+    all.push_back(config);
   };
   add({.name = "fsdp_basic", .reshard = true});
   add({.name = "hsdp", .replicates = true, .reshard = true});
@@ -186,8 +186,8 @@ void expect_equal(const std::vector<at::Tensor>& found, const std::vector<at::Te
   ASSERT_EQ(found.size(), expected.size());
   for (size_t i = 0; i < found.size(); ++i) {
     ASSERT_TRUE(at::equal(found[i], expected[i]))
-        << "value " << i << ": " << found[i].view({-1})[0].item()
-        << ", expected " << expected[i].view({-1})[0].item();
+        << "value " << i << ": " << found[i].view({-1})[0].item() << ", expected "
+        << expected[i].view({-1})[0].item();
   }
 }
 
