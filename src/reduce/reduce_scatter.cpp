@@ -134,6 +134,8 @@ void Reduction::add_partial_output() {
   for (size_t i = 0; i < has_grad_.size(); ++i) {
     has_grad_[i] = has_grad_[i] | partial_output_.has_grad[i];
   }
+  // With one rank to shard over it is an input, memory of the stream that waits for post_reduce().
+  if (mesh_info_->shard_size() == 1) added_ = std::move(partial_output_.flat);
   partial_output_ = {};
 }
 

@@ -95,6 +95,7 @@ class Reduction {
   c10::intrusive_ptr<c10d::Work> work_;
   Event reduce_scatter_done_;
   Event post_reduce_;
+  at::Tensor added_;  // an earlier output, kept until post_reduce_
   bool finished_ = false;
 };
 
