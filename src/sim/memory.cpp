@@ -80,11 +80,10 @@ c10::DataPtr DeviceMemory::allocate(size_t num_bytes) {
 // All of the stream's free bytes might be given out now.
 void DeviceMemory::reclaim(StreamState& stream) {
   Machine& machine = Machine::get();
+  const auto is_done = [&](const EventState& event) { return machine.is_done(event); };
   while (!waiting_.empty()) {
     Waiting& first = waiting_.front();
-    for (const EventState& event : first.events) {
-      if (!machine.is_done(event)) return;
-    }
+    if (!std::all_of(first.events.begin(), first.events.end(), is_done)) break;
     // The host has seen that the events are over, so what it launches comes behind them.
     for (const EventState& event : first.events) {
       first.block->stream->clock.join(event.clock, event.moment);
@@ -147,8 +146,6 @@ void DeviceMemory::free(void* data) {
   Block* block = found->second;
   allocated_.erase(found);
   count(block, -1);
-  freed_[block->stream->timeline].push_back(
-      {.begin = block->begin, .end = block->begin + block->size, .is_write = true});
   if (block->users.empty()) {
     free_block(block);
     return;
@@ -162,6 +159,8 @@ void DeviceMemory::free(void* data) {
 
 void DeviceMemory::free_block(Block* block) {
   block->is_allocated = false;
+  freed_[block->stream->timeline].push_back(
+      {.begin = block->begin, .end = block->begin + block->size, .is_write = true});
   const auto merge_next = [](Block* first) {
     Block* second = first->next;
     first->size += second->size;

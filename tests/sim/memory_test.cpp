@@ -109,6 +109,28 @@ TEST_F(SimMemory, NewMemoryIsNaN) {
   EXPECT_TRUE(a.isnan().all().item<bool>());
 }
 
+// A block that another stream still uses holds back neither others nor what they are given out for.
+TEST_F(SimMemory, ABlockInUseElsewhereLeavesOthersAlone) {
+  const Stream side = new_stream(sim::device(), /*high_priority=*/false);
+  sim::set_execution(sim::Execution::kLateSideStreams);
+  const auto options = at::TensorOptions(at::kFloat).device(sim::device());
+  at::Tensor used = at::ones({4}, options), other = at::ones({4}, options);
+  side.wait(current_stream(sim::device()));
+  {
+    const StreamGuard on_side(side);
+    (void)(used + 1);
+  }
+  used.record_stream(side.raw());
+  used.reset();  // while the side stream has yet to read it
+  const void* const place = address(other);
+  other.reset();
+  const at::Tensor again = at::full({4}, 3, options);
+  EXPECT_EQ(address(again), place);
+  side.record().synchronize();
+  (void)at::empty({4}, options);
+  EXPECT_EQ(again.sum().item<float>(), 12);
+}
+
 TEST_F(SimMemory, DevicesHaveTheirOwn) {
   const at::Tensor a = at::arange(6, at::kFloat).to(sim::device(0));
   const at::Tensor b = a.to(sim::device(1));
