@@ -280,6 +280,31 @@ class Call {
     for (size_t i = 0; i < arguments_.size(); ++i) read_argument(i);
   }
 
+  // The host may write its tensors before this runs; so they are copied. (Tensors that Python knows
+  // may also not be let go of while the machine runs: that takes Python's lock.)
+  [[nodiscard]] Stack arguments_for_later() const {
+    Stack arguments;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const bool writes = is_write(schema_.arguments()[i]);
+      bool has_host_tensor = false;
+      (void)map_tensors(arguments_[i], [&](const Tensor& tensor) {
+        has_host_tensor |= tensor.defined() && !is_npu(tensor) && !writes;
+        return tensor;
+      });
+      if (!has_host_tensor) {
+        arguments.push_back(host_arguments_[i]);
+        continue;
+      }
+      arguments.push_back(map_tensors(host_arguments_[i], [&](const Tensor& tensor) {
+        const bool is_alias = std::any_of(tensors_.begin(), tensors_.end(), [&](const auto& known) {
+          return known.host.is_same(tensor);
+        });
+        return !tensor.defined() || is_alias ? tensor : tensor.detach().clone();
+      }));
+    }
+    return arguments;
+  }
+
   void launch_late(const std::vector<Tensor>& outputs) {
     std::vector<Bytes> bytes = accesses();
     std::vector<Tensor> aliases;
@@ -287,21 +312,22 @@ class Call {
       if (output.defined()) add_bytes(bytes, output, /*is_write=*/true);
       aliases.push_back(output.defined() ? host_alias(output) : Tensor());
     }
-    Machine::get().launch(*stream_, schema_.name(), bytes,
-                          [op = op_, arguments = host_arguments_, aliases = std::move(aliases)] {
-                            const Stack results = run_on_host(op, arguments);
-                            if (aliases.empty()) return;
-                            const KernelMode mode;
-                            size_t i = 0;
-                            for (const c10::IValue& result : results) {
-                              map_tensors(result, [&](const Tensor& host) {
-                                if (!host.defined()) return host;
-                                const Tensor& alias = aliases.at(i++);
-                                if (alias.defined()) alias.copy_(host);
-                                return host;
-                              });
-                            }
-                          });
+    Machine::get().launch(
+        *stream_, schema_.name(), bytes,
+        [op = op_, arguments = arguments_for_later(), aliases = std::move(aliases)] {
+          const Stack results = run_on_host(op, arguments);
+          if (aliases.empty()) return;
+          const KernelMode mode;
+          size_t i = 0;
+          for (const c10::IValue& result : results) {
+            map_tensors(result, [&](const Tensor& host) {
+              if (!host.defined()) return host;
+              const Tensor& alias = aliases.at(i++);
+              if (alias.defined()) alias.copy_(host);
+              return host;
+            });
+          }
+        });
   }
 
   const c10::OperatorHandle& op_;
