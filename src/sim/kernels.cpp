@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -56,6 +57,16 @@ c10::IValue map_tensors(const c10::IValue& value, Replace&& replace) {
     return list;
   }
   return value;
+}
+
+// Operators whose shape function tells another shape than the kernel's.
+bool has_false_shape(const c10::FunctionSchema& schema) {
+  static const std::set<std::pair<std::string, std::string>> operators = {
+      {"aten::_stack", "out"},         {"aten::isin", "Scalar_Tensor"},
+      {"aten::mse_loss", "out"},       {"aten::isin", "Scalar_Tensor_out"},
+      {"aten::smooth_l1_loss", "out"}, {"aten::range", "out_"},
+  };
+  return operators.count({schema.name(), schema.overload_name()}) > 0;
 }
 
 class Call {
@@ -201,7 +212,7 @@ class Call {
   // Puts the call on its stream, to run when somebody waits. False if that cannot be, with nothing
   // done: what it returns is not known without running it.
   bool run_late() {
-    if (op_.hasTag(at::Tag::nondeterministic_seeded)) return false;
+    if (op_.hasTag(at::Tag::nondeterministic_seeded) || has_false_shape(schema_)) return false;
     const auto& returns = schema_.returns();
     const bool returns_arguments =
         std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
@@ -341,6 +352,34 @@ class Call {
 };
 
 void run_kernel(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
+
+// What ATen calls where it knows no convolution for a device.
+void run_convolution(const c10::OperatorHandle&, Stack* stack) {
+  static const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  Call(op, stack).run();
+}
+
+void run_convolution_backward(const c10::OperatorHandle& overrideable, Stack* stack) {
+  static const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  // The CPU's also wants the sizes of the bias.
+  Stack arguments = torch::jit::pop(*stack, overrideable.schema().arguments().size());
+  const Tensor weight = arguments.at(2).toTensor();
+  const bool is_transposed = arguments.at(6).toBool();
+  const int64_t num_channels =
+      is_transposed ? weight.size(1) * arguments.at(8).toInt() : weight.size(0);
+  arguments.insert(arguments.begin() + 3, c10::IValue(std::vector<int64_t>{num_channels}));
+  for (c10::IValue& argument : arguments) stack->push_back(std::move(argument));
+  Call(op, stack).run();
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("convolution_overrideable",
+               torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
+  library.impl("convolution_backward_overrideable",
+               torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_kernel>());

@@ -167,6 +167,7 @@ void copy_to_host(const Tensor& source, const Tensor& target, bool non_blocking)
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   if (target.numel() == 0) return target;
+  if (source._is_zerotensor()) return target.zero_();  // it has no memory
   const Tensor from = source.sizes() == target.sizes() ? source : source.expand_as(target);
   if (is_npu(from) && is_npu(target)) {
     copy_on_device(from, target);
@@ -186,7 +187,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 at::Scalar local_scalar(const Tensor& tensor) {
   Tensor host = at::empty(tensor.sizes(), tensor.options().device(c10::kCPU));
   copy_to_host(tensor, host, /*non_blocking=*/false);
-  return host.item();
+  return at::_local_scalar_dense(host);
 }
 
 bool equal(const Tensor& a, const Tensor& b) { return at::equal(a.cpu(), b.cpu()); }
@@ -215,6 +216,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("equal", &equal);
   library.impl("record_stream", &record_stream);
   library.impl("_has_compatible_shallow_copy_type", &can_shallow_copy);
+}
+
+// Copies read what is conjugated, negated or nothing but zeros themselves: to resolve that takes a
+// copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, ZeroTensor, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace

@@ -84,6 +84,8 @@ Tensor host_alias(const Tensor& tensor) {
       std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   host.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
                                                     tensor.storage_offset());
+  if (tensor.is_conj()) host._set_conj(true);
+  if (tensor.is_neg()) host._set_neg(true);
   return host;
 }
 
