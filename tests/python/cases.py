@@ -5,9 +5,9 @@ import unittest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.testing._internal.distributed._tensor.common_dtensor import TransformerBlock
 
 import npu
+from models import Block
 from ranks import run_ranks
 
 Execution = npu.sim.Execution
@@ -104,7 +104,7 @@ class SimTestCase(unittest.TestCase):
 def shard_transformer(model, **options):
     """A group for each block, and one for the rest."""
     for module in model.modules():
-        if isinstance(module, TransformerBlock):
+        if isinstance(module, Block):
             fully_shard(module, **options)
     return fully_shard(model, **options)
 
