@@ -265,6 +265,7 @@ class Call {
       if (is_npu(tensor) && tensor.sizes() != shape.sizes()) tensor.resize_(shape.sizes());
     }
     if (!shapes.empty()) refresh_aliases();
+    if (may_differ_in_type(stack)) take_kernel_types(&stack);
     std::vector<Tensor> outputs;  // by the order of tensors in the results; undefined: an argument
     std::vector<c10::IValue> results;
     for (const c10::IValue& result : stack) {
@@ -283,6 +284,47 @@ class Call {
     launch_late(outputs);
     for (c10::IValue& result : results) stack_->push_back(std::move(result));
     return true;
+  }
+
+  // Of layer norm in bf16 the CPU's kernel returns statistics in bf16, the shape function in fp32.
+  [[nodiscard]] bool may_differ_in_type(const Stack& shapes) const {
+    const bool is_reduced =
+        std::any_of(tensors_.begin(), tensors_.end(), [](const TensorArgument& tensor) {
+          return tensor.npu.defined() && at::isReducedFloatingType(tensor.npu.scalar_type());
+        });
+    bool has_float = false;
+    for (const c10::IValue& result : shapes) {
+      map_tensors(result, [&](const Tensor& shape) {
+        has_float = has_float || (shape.defined() && shape.scalar_type() == at::kFloat);
+        return shape;
+      });
+    }
+    return is_reduced && has_float;
+  }
+
+  // Gives shapes the types of what the kernel makes of zeros.
+  void take_kernel_types(Stack* shapes) const {
+    Stack zeros;
+    for (const c10::IValue& argument : host_arguments_) {
+      zeros.push_back(map_tensors(argument, [](const Tensor& tensor) {
+        return tensor.defined() ? at::zeros(tensor.sizes(), tensor.options()) : tensor;
+      }));
+    }
+    std::vector<at::ScalarType> types;
+    for (const c10::IValue& result : run_on_host(op_, std::move(zeros))) {
+      map_tensors(result, [&](const Tensor& host) {
+        if (host.defined()) types.push_back(host.scalar_type());
+        return host;
+      });
+    }
+    size_t i = 0;
+    for (c10::IValue& result : *shapes) {
+      result = map_tensors(result, [&](const Tensor& shape) {
+        if (!shape.defined()) return shape;
+        const at::ScalarType type = types.at(i++);
+        return type == shape.scalar_type() ? shape : shape.to(type);
+      });
+    }
   }
 
   void refresh_aliases() {

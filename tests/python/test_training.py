@@ -12,15 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
-from cases import (
-    EXECUTIONS,
-    EXECUTIONS_FOR_BFLOAT16,
-    SimTestCase,
-    average,
-    shard_transformer,
-)
+from cases import SimTestCase, average, shard_transformer
+from models import Transformer
 
 NUM_STEPS = 2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -29,7 +23,7 @@ ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 def make_model(**options):
     torch.manual_seed(42)
-    return Transformer(ModelArgs(dropout_p=0.0, **options))
+    return Transformer(**options)
 
 
 def tokens(step, rank):
@@ -140,7 +134,6 @@ class TrainingTest(SimTestCase):
                 prefetch,
                 **options,
             ),
-            executions=EXECUTIONS_FOR_BFLOAT16 if policy.param_dtype else EXECUTIONS,
         )
         for result in results:
             self.check_same(expected, result)
@@ -169,7 +162,7 @@ class TrainingTest(SimTestCase):
         for policy in (MixedPrecisionPolicy(), BF16):
             with self.subTest(policy=policy):
                 self.check_training(
-                    (2,), model=make_model(checkpoint_activations=True), mp_policy=policy
+                    (2,), model=make_model(recomputes=True), mp_policy=policy
                 )
 
     def test_gradient_accumulation(self):
@@ -178,7 +171,7 @@ class TrainingTest(SimTestCase):
                 self.check_training(mesh_shape, num_micro_batches=3)
 
     def test_explicit_prefetch(self):
-        self.check_training((2,), model=make_model(n_layers=4), prefetch=True)
+        self.check_training((2,), model=make_model(num_layers=4), prefetch=True)
 
     def test_optimizer_of_single_tensors(self):
         self.check_training((2,), foreach=False)
