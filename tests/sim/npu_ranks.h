@@ -16,7 +16,7 @@
 namespace fsdp::testing {
 
 /// Whether all ranks compute on npu:0, or rank r on npu:r. Ranks that share one also share its
-/// default stream, and the thread that autograd runs backward on.
+/// default stream. (Backward stays on each rank's thread.)
 enum class Devices { kShared, kOneEach };
 
 inline c10::Device npu_of(Devices devices, int rank) {
