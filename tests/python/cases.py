@@ -18,7 +18,6 @@ EXECUTIONS = (
     Execution.LATE_DEFAULT_STREAMS,
     Execution.LATE,
 )
-LATE_EXECUTIONS = EXECUTIONS[1:]
 
 
 def to_host(value):
@@ -78,7 +77,7 @@ class SimTestCase(unittest.TestCase):
         texts = differences(expected, found)
         self.assertEqual(len(texts), 0, "\n".join(texts[:10]))
 
-    def run_everywhere(self, world_size, function, *arguments):
+    def run_everywhere(self, world_size, function, *arguments, executions=EXECUTIONS):
         """Runs function(rank, device_type, *arguments) on CPU and in each execution on npu.
 
         The results must be the same bits, and no accesses may race. Returns those of the ranks.
@@ -92,7 +91,7 @@ class SimTestCase(unittest.TestCase):
             )
 
         expected = run("cpu")
-        for execution in EXECUTIONS:
+        for execution in executions:
             npu.sim.set_execution(execution)
             with self.subTest(execution=execution):
                 self.check_same(expected, run("npu"))
