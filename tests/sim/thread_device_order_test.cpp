@@ -395,6 +395,12 @@ struct Control {
   std::function<at::Tensor(bool waits, const at::Tensor& tensor, c10d::Work& work)> meanwhile;
 };
 
+// Arrives at the end of a scope, also if that throws.
+struct Arrival {
+  ~Arrival() { (void)barrier.arrive(); }
+  std::barrier<>& barrier;
+};
+
 class CollectiveControl : public ThreadDeviceOrder {
  protected:
   // What the rank that receives found.
@@ -410,7 +416,13 @@ class CollectiveControl : public ThreadDeviceOrder {
       if (rank == 1) control.before(waits, tensors[0]);
       const WorkPtr work = group->broadcast(tensors, options);
       both.arrive_and_wait();  // all have called it: it is on its streams
-      found[rank] = rank == 1 ? control.meanwhile(waits, tensors[0], *work) : tensors[0];
+      if (rank == 1) {
+        const Arrival arrival{both};
+        found[rank] = control.meanwhile(waits, tensors[0], *work);
+      } else {
+        both.arrive_and_wait();  // whoever waits also lets late work run that the other waits for
+        found[rank] = tensors[0];
+      }
       work->wait();
       found[rank] = found[rank].cpu();
     });
