@@ -73,7 +73,9 @@ class ShardedParams {
   void adopt_unsharded(const at::Storage& gathered);
 
   // The transitions between states, of all parameters at once: in the flat layout they share their
-  // bytes. Each does nothing in the state that it leads to.
+  // bytes. Each does nothing in the state that it leads to. Those that free return the flat
+  // layout's bytes, which the caller keeps until their last use is over; other bytes are free at
+  // once.
   /// Frees the unsharded parameters, and what was kept of them.
   at::DataPtr to_sharded();
   /// Frees the unsharded parameters, but for one of the parts that the ranks of `mesh_info` which

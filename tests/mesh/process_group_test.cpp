@@ -13,18 +13,16 @@
 
 #include "fsdp/error.h"
 #include "mesh/hccl_backend.h"
+#include "support/messages.h"
 #include "support/processes.h"
 
 namespace fsdp {
 namespace {
 
+using testing::contains;
 using testing::free_port;
 using testing::Process;
 using testing::Variables;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 struct Job {
   std::string scene = {};  // what the ranks do; see gloo_worker.cpp

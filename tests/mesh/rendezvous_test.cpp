@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/error.h"
+#include "support/messages.h"
 
 namespace fsdp {
 namespace {
 
+using testing::contains;
 using Variables = std::map<std::string, std::string>;
 
 Rendezvous read(const Variables& variables, const ProcessGroupOptions& options = {}) {
@@ -25,10 +27,6 @@ std::string config_error_of(const Variables& variables, const ProcessGroupOption
     return message_of(error);
   }
   return "(no ConfigError)";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 // Promise: torchrun's variables are read as torchrun sets them.

@@ -7,11 +7,14 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/process_group.h"
+#include "support/reduce_ops.h"
 
 namespace fsdp {
 namespace {
 
 using c10d::ReduceOp;
+using testing::factor_of;
+using testing::reduce_op;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
@@ -30,8 +33,6 @@ Tensors of_all_ranks(int world_size, Make make) {
   for (int rank = 0; rank < world_size; ++rank) all.push_back(make(rank));
   return all;
 }
-
-double factor_of(int rank) { return 0.25 * (rank + 1); }
 
 at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp::RedOpType op) {
   const bool is_bool = a.scalar_type() == at::kBool;
@@ -76,14 +77,6 @@ at::Tensor reference(const Tensors& inputs, ReduceOp::RedOpType op) {
     sum = at::isIntegralType(dtype, false) ? at::div(sum, count, "trunc") : sum / count;
   }
   return sum.to(dtype);
-}
-
-ReduceOp reduce_op(ReduceOp::RedOpType type, int rank) {
-  if (type != ReduceOp::PREMUL_SUM) return ReduceOp(type);
-  ReduceOp op;
-  op.op_ = type;
-  op.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor_of(rank));
-  return op;
 }
 
 struct Reduction {

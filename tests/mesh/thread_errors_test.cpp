@@ -10,30 +10,19 @@
 #include "fsdp/process_group.h"
 #include "mesh/thread_backend.h"
 #include "mesh/work.h"
+#include "support/messages.h"
 
 namespace fsdp {
 namespace {
 
 using c10d::ReduceOp;
+using testing::contains;
+using testing::message_thrown_by;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
 ThreadBackend& backend_of(const ProcessGroupPtr& group) {
   return dynamic_cast<ThreadBackend&>(*group->getDefaultBackend());
-}
-
-template <typename Body>
-std::string message_thrown_by(Body body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return message_of(error);
-  }
-  return "(nothing was thrown)";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 // Promise: errors of one rank's own arguments are ConfigErrors that say what is wrong.

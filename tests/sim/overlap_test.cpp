@@ -168,14 +168,7 @@ void trace_step(const Options& options, const std::function<void(const Step&)>& 
   }
 }
 
-class Overlap : public testing::LayoutTest {
- protected:
-  void SetUp() override {
-    sim::enable();
-    sim::set_on_race(sim::OnRace::kThrow);
-    (void)sim::take_races();
-  }
-};
+class Overlap : public testing::LayoutTest, testing::CleanSim {};
 FSDP_BOTH_LAYOUTS(Overlap);
 
 // Promise: in forward the next group's gather and this group's computation wait for nothing of each

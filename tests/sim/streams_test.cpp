@@ -18,12 +18,13 @@
 #include "fsdp/optim.h"
 #include "fsdp/sharded_tensor.h"
 #include "fsdp/sim.h"
-#include "support/layouts.h"
+#include "sim/npu_ranks.h"
 #include "support/training.h"
 
 namespace fsdp {
 namespace {
 
+using testing::Devices;
 using testing::Transformer;
 
 constexpr int kSteps = 4;
@@ -142,10 +143,9 @@ void shard(Transformer& model, const Config& config, const FullyShardOptions& op
 // What rank 0 saw: the losses, and in the end the whole parameters.
 std::vector<at::Tensor> train(const Config& config, bool on_npu) {
   std::vector<at::Tensor> found;
-  run_ranks(config.world_size, [&](const ProcessGroupPtr& group) {
-    const c10::Device device =
-        on_npu ? sim::device(config.own_devices ? group->getRank() : 0) : c10::Device(c10::kCPU);
-    const c10::OptionalDeviceGuard on_device(on_npu ? std::make_optional(device) : std::nullopt);
+  std::optional<Devices> devices;
+  if (on_npu) devices = config.own_devices ? Devices::kOneEach : Devices::kShared;
+  testing::run_ranks_on(devices, config.world_size, [&](const auto& group, const auto& device) {
     Transformer model = testing::make_model({.num_layers = 3});
     FullyShardOptions options{.reshard_after_forward = config.reshard, .layout = config.layout};
     options.mesh =
@@ -191,23 +191,7 @@ void expect_equal(const std::vector<at::Tensor>& found, const std::vector<at::Te
   }
 }
 
-class Streams : public ::testing::TestWithParam<Config> {
- protected:
-  void SetUp() override {
-    sim::enable();
-    reset();
-  }
-  void TearDown() override { reset(); }
-
-  // A test that failed leaves work in flight.
-  static void reset() {
-    sim::set_execution(sim::Execution::kEager);
-    sim::set_on_race(sim::OnRace::kIgnore);
-    sim::set_on_race(sim::OnRace::kThrow);
-    (void)sim::take_races();
-  }
-};
-
+class Streams : public ::testing::TestWithParam<Config>, testing::CleanSim {};
 class Detector : public Streams {};
 class Late : public Streams {};
 
@@ -224,12 +208,9 @@ TEST_P(Late, GivesTheSameNumbers) {
   sim::set_on_race(sim::OnRace::kIgnore);
   for (const auto execution : {sim::Execution::kLateSideStreams,
                                sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
-    SCOPED_TRACE(static_cast<int>(execution));
-    sim::set_execution(execution);
-    std::vector<at::Tensor> found;
-    ASSERT_NO_THROW(found = train(GetParam(), /*on_npu=*/true));
-    sim::set_execution(sim::Execution::kEager);
-    expect_equal(found, expected);
+    testing::in_execution(execution,
+                          [&] { expect_equal(train(GetParam(), /*on_npu=*/true), expected); });
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -18,11 +18,15 @@
 #include "base/stream.h"
 #include "mesh/work.h"
 #include "sim/npu_ranks.h"
+#include "support/messages.h"
 
 namespace fsdp {
 namespace {
 
+using testing::contains;
 using testing::Devices;
+using testing::in_every_execution;
+using testing::message_thrown_by;
 using testing::run_npu_ranks;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
@@ -30,49 +34,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr int kWorldSize = 3;
 
-class ThreadDeviceOrder : public ::testing::TestWithParam<Devices> {
- protected:
-  void SetUp() override {
-    sim::enable();
-    reset();
-  }
-  void TearDown() override { reset(); }
-  static void reset() {
-    sim::set_execution(sim::Execution::kEager);
-    sim::set_on_race(sim::OnRace::kIgnore);
-    sim::set_on_race(sim::OnRace::kThrow);
-    (void)sim::take_races();
-  }
-
-  // The body is right in every order of execution, and without a race.
-  static void in_every_execution(const std::function<void()>& body) {
-    for (const auto execution : {sim::Execution::kEager, sim::Execution::kLateSideStreams,
-                                 sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
-      SCOPED_TRACE(static_cast<int>(execution));
-      sim::set_execution(execution);
-      ASSERT_NO_THROW(body());
-      sim::set_execution(sim::Execution::kEager);
-      EXPECT_TRUE(sim::take_races().empty());
-    }
-  }
-};
+class ThreadDeviceOrder : public ::testing::TestWithParam<Devices>, testing::CleanSim {};
 
 at::Tensor filled(const c10::Device& device, double value, int64_t numel = 1000) {
   return at::full({numel}, value, at::TensorOptions(at::kFloat).device(device));
-}
-
-template <typename Body>
-std::string message_thrown_by(Body body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return message_of(error);
-  }
-  return "(nothing was thrown)";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 // Promise: wait() lets the host go on and the current stream wait. The collective runs behind what

@@ -11,12 +11,14 @@
 #include <gtest/gtest.h>
 
 #include "sim/npu_ranks.h"
+#include "support/reduce_ops.h"
 
 namespace fsdp {
 namespace {
 
 using c10d::ReduceOp;
 using testing::Devices;
+using testing::reduce_op;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
@@ -56,16 +58,6 @@ struct Rank {
     for (const at::Tensor& input : inputs) input.zero_();
   }
 };
-
-double factor_of(int rank) { return 0.25 * (rank + 1); }
-
-ReduceOp reduce_op(ReduceOp::RedOpType type, int rank) {
-  if (type != ReduceOp::PREMUL_SUM) return ReduceOp(type);
-  ReduceOp op;
-  op.op_ = type;
-  op.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor_of(rank));
-  return op;
-}
 
 std::vector<ReduceOp::RedOpType> reductions_of(at::ScalarType dtype) {
   std::vector<ReduceOp::RedOpType> ops = {ReduceOp::SUM};
@@ -270,10 +262,8 @@ std::vector<Part> parts() {
 // What each rank found, on the host if there are no devices.
 TensorLists run(const Part& part, int world_size, std::optional<Devices> devices) {
   TensorLists found(world_size);
-  run_ranks(world_size, [&](const ProcessGroupPtr& group) {
+  testing::run_ranks_on(devices, world_size, [&](const auto& group, const auto& device) {
     const int rank = group->getRank();
-    const c10::Device device = devices ? testing::npu_of(*devices, rank) : c10::Device(c10::kCPU);
-    const c10::OptionalDeviceGuard guard(devices ? std::make_optional(device) : std::nullopt);
     Rank me{group, device, rank, world_size, {}};
     part.run(me);
     for (const at::Tensor& tensor : me.found) found[rank].push_back(tensor.cpu());
@@ -305,34 +295,15 @@ void expect_same(const TensorLists& found, const TensorLists& expected) {
   }
 }
 
-class ThreadDevice : public ::testing::TestWithParam<std::tuple<Part, int, Devices>> {
- protected:
-  void SetUp() override {
-    sim::enable();
-    reset();
-  }
-  void TearDown() override { reset(); }
-  static void reset() {
-    sim::set_execution(sim::Execution::kEager);
-    sim::set_on_race(sim::OnRace::kIgnore);
-    sim::set_on_race(sim::OnRace::kThrow);
-    (void)sim::take_races();
-  }
-};
+class ThreadDevice : public ::testing::TestWithParam<std::tuple<Part, int, Devices>>,
+                     testing::CleanSim {};
 
 TEST_P(ThreadDevice, GivesTheBitsOfTheHost) {
   const auto& [part, world_size, devices] = GetParam();
   const TensorLists expected = run(part, world_size, std::nullopt);
-  for (const auto execution : {sim::Execution::kEager, sim::Execution::kLateSideStreams,
-                               sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
-    SCOPED_TRACE(static_cast<int>(execution));
-    sim::set_execution(execution);
-    TensorLists found;
-    ASSERT_NO_THROW(found = run(part, world_size, devices));
-    sim::set_execution(sim::Execution::kEager);
-    expect_same(found, expected);
-    EXPECT_TRUE(sim::take_races().empty());
-  }
+  testing::in_every_execution([&, &part = part, world_size = world_size, devices = devices] {
+    expect_same(run(part, world_size, devices), expected);
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Npu, ThreadDevice,

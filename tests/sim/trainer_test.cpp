@@ -48,10 +48,8 @@ Trained train_steps(TrainConfig config, bool on_npus) {
   config.npu = on_npus;
   const TokenFile data = open_tokens(config.data);
   Trained trained;
-  run_ranks(config.ranks, [&](const ProcessGroupPtr& group) {
-    const int rank = group->getRank();
-    const c10::OptionalDeviceGuard guard(on_npus ? std::make_optional(sim::device(rank))
-                                                 : std::nullopt);
+  const auto devices = on_npus ? std::make_optional(Devices::kOneEach) : std::nullopt;
+  testing::run_ranks_on(devices, config.ranks, [&](const auto& group, const auto&) {
     Trainer trainer(config, data, group);
     Trained mine;
     for (int64_t step = 0; step < config.steps; ++step) {
@@ -61,32 +59,21 @@ Trained train_steps(TrainConfig config, bool on_npus) {
     mine.values.push_back(trainer.validate());
     mine.sample = trainer.sample();
     mine.weights = trainer.weights();
-    if (rank == 0) trained = std::move(mine);
+    if (group->getRank() == 0) trained = std::move(mine);
   });
   return trained;
 }
 
-class NpuTrainer : public ::testing::TestWithParam<std::tuple<int, bool>> {
- protected:
-  void SetUp() override { sim::enable(); }
-  void TearDown() override { sim::set_execution(sim::Execution::kEager); }
-};
+class NpuTrainer : public ::testing::TestWithParam<std::tuple<int, bool>>, testing::CleanSim {};
 
 TEST_P(NpuTrainer, HasTheNumbersOfTheCpu) {
   const testing::TemporaryDirectory directory;
-  std::string text;
-  for (int i = 0; i < 100; ++i) text += "now is the winter of our discontent\n";
-  testing::write_file(directory / "text.txt", text);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/100);
   const TrainConfig config =
       tiny_config(directory, std::get<0>(GetParam()), std::get<1>(GetParam()));
   const Trained expected = train_steps(config, /*on_npus=*/false);
-  for (const auto execution : {sim::Execution::kEager, sim::Execution::kLateSideStreams,
-                               sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
-    SCOPED_TRACE(static_cast<int>(execution));
-    sim::set_execution(execution);
-    Trained found;
-    ASSERT_NO_THROW(found = train_steps(config, /*on_npus=*/true));
-    sim::set_execution(sim::Execution::kEager);
+  testing::in_every_execution([&] {
+    const Trained found = train_steps(config, /*on_npus=*/true);
     EXPECT_EQ(found.values, expected.values);
     EXPECT_EQ(found.sample, expected.sample);
     ASSERT_EQ(found.weights.size(), expected.weights.size());
@@ -94,8 +81,7 @@ TEST_P(NpuTrainer, HasTheNumbersOfTheCpu) {
       EXPECT_TRUE(at::equal(found.weights[i].second.cpu(), expected.weights[i].second))
           << expected.weights[i].first;
     }
-    EXPECT_TRUE(sim::take_races().empty());
-  }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Npu, NpuTrainer,

@@ -293,11 +293,8 @@ struct Run {
 // What each rank kept.
 std::vector<Tensors> run(const Run& run) {
   std::vector<Tensors> found(run.world_size);
-  run_ranks(run.world_size, [&](const ProcessGroupPtr& group) {
+  testing::run_ranks_on(run.devices, run.world_size, [&](const auto& group, const auto& device) {
     const int rank = group->getRank();
-    const c10::Device device =
-        run.devices ? testing::npu_of(*run.devices, rank) : c10::Device(c10::kCPU);
-    const c10::OptionalDeviceGuard guard(run.devices ? std::make_optional(device) : std::nullopt);
     Rank me{group, device, run.layout, {}};
     run.training.run(me);
     for (const at::Tensor& tensor : me.found) found[rank].push_back(tensor.cpu());
@@ -321,37 +318,13 @@ void expect_bits_of_the_cpu(Run npu_run) {
   npu_run.devices.reset();
   const std::vector<Tensors> expected = run(npu_run);
   npu_run.devices = devices;
-  for (const auto execution : {sim::Execution::kEager, sim::Execution::kLateSideStreams,
-                               sim::Execution::kLateDefaultStreams, sim::Execution::kLate}) {
-    SCOPED_TRACE(static_cast<int>(execution));
-    sim::set_execution(execution);
-    std::vector<Tensors> found;
-    ASSERT_NO_THROW(found = run(npu_run));
-    sim::set_execution(sim::Execution::kEager);
-    expect_equal(found, expected);
-    EXPECT_TRUE(sim::take_races().empty());
-  }
+  testing::in_every_execution([&] { expect_equal(run(npu_run), expected); });
 }
 
-class Simulated {
- protected:
-  Simulated() {
-    sim::enable();
-    reset();
-  }
-  ~Simulated() { reset(); }
-  static void reset() {
-    sim::set_execution(sim::Execution::kEager);
-    sim::set_on_race(sim::OnRace::kIgnore);
-    sim::set_on_race(sim::OnRace::kThrow);
-    (void)sim::take_races();
-  }
-};
-
 class NpuTraining : public ::testing::TestWithParam<std::tuple<Case, int, Layout>>,
-                    protected Simulated {};
+                    testing::CleanSim {};
 
-class NpuDropout : public testing::LayoutTest, protected Simulated {};
+class NpuDropout : public testing::LayoutTest, testing::CleanSim {};
 
 TEST_P(NpuTraining, HasTheBitsOfTheCpu) {
   const auto& [training, world_size, layout] = GetParam();

@@ -22,6 +22,21 @@ std::string message_thrown(Function&& function) {
   return "nothing was thrown";
 }
 
+/// The message of whatever `function` throws.
+template <class Function>
+std::string message_thrown_by(Function&& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    return message_of(error);
+  }
+  return "(nothing was thrown)";
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 /// Expects `function` to throw an `Error` whose message contains `part`.
 template <class Error, class Function>
 void expect_message(Function&& function, const std::string& part) {

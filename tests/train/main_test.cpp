@@ -56,9 +56,7 @@ TEST(MainTest, ExitCodes) {
 // Promise: a short run ends well, prints lines where there is no terminal, and says what it wrote.
 TEST(MainTest, ShortRun) {
   const testing::TemporaryDirectory directory;
-  std::string text;
-  for (int i = 0; i < 200; ++i) text += "now is the winter of our discontent\n";
-  testing::write_file(directory / "text.txt", text);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/200);
   const Ran ran =
       run("--steps 2 --layers 1 --hidden-size 16 --heads 2 --intermediate-size 16"
           " --seq-len 16 --batch-size 4 --val-batches 1 --sample-tokens 3 --data " +

@@ -39,4 +39,11 @@ inline void write_file(const std::filesystem::path& path, const std::string& byt
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
+/// A text of lines that are all the same.
+inline void write_sample_text(const std::filesystem::path& path, int num_lines) {
+  std::string text;
+  for (int i = 0; i < num_lines; ++i) text += "now is the winter of our discontent\n";
+  write_file(path, text);
+}
+
 }  // namespace fsdp::testing

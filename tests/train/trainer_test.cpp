@@ -32,12 +32,6 @@ TrainConfig tiny_config(const testing::TemporaryDirectory& directory, int ranks)
   return config;
 }
 
-void write_sample_text(const testing::TemporaryDirectory& directory) {
-  std::string text;
-  for (int i = 0; i < 100; ++i) text += "now is the winter of our discontent\n";
-  testing::write_file(directory / "text.txt", text);
-}
-
 struct Trained {
   std::vector<double> losses;
   std::vector<double> grad_norms;
@@ -73,7 +67,7 @@ void expect_near(const std::vector<double>& a, const std::vector<double>& b, dou
 // Promise: ranks and micro-batches change how a step is done, not what it computes.
 TEST(TrainerTest, RanksAndMicroBatchesDoNotChangeTheResult) {
   const testing::TemporaryDirectory directory;
-  write_sample_text(directory);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/100);
   const Trained one = train_steps(tiny_config(directory, 1));
   EXPECT_LT(one.losses.back(), one.losses.front() - 0.1) << "it does not learn";
   struct Division {
@@ -103,7 +97,7 @@ TEST(TrainerTest, RanksAndMicroBatchesDoNotChangeTheResult) {
 // Promise: the same seed gives the same numbers, bit for bit, whatever the threads' timing.
 TEST(TrainerTest, ARunIsReproducible) {
   const testing::TemporaryDirectory directory;
-  write_sample_text(directory);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/100);
   const Trained first = train_steps(tiny_config(directory, 2));
   const Trained again = train_steps(tiny_config(directory, 2));
   EXPECT_EQ(first.losses, again.losses);
@@ -119,7 +113,7 @@ TEST(TrainerTest, ARunIsReproducible) {
 // Promise: weight decay shrinks matrices alone, judged by the whole shape and not by the shard's.
 TEST(TrainerTest, DecaysMatricesAlone) {
   const testing::TemporaryDirectory directory;
-  write_sample_text(directory);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/100);
   TrainConfig config = tiny_config(directory, 2);
   config.steps = config.warmup_steps = 1;
   config.weight_decay = 0;
@@ -141,7 +135,7 @@ TEST(TrainerTest, DecaysMatricesAlone) {
 // Promise: a run leaves metrics, a summary, its options and the weights behind.
 TEST(TrainerTest, LeavesItsResults) {
   const testing::TemporaryDirectory directory;
-  write_sample_text(directory);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/100);
   TrainConfig config = tiny_config(directory, 2);
   config.bf16 = true;
   train(config);
@@ -162,7 +156,7 @@ TEST(TrainerTest, LeavesItsResults) {
 // Promise: a rate that makes the loss overflow ends the run and says what to do.
 TEST(TrainerTest, StopsWhenTheLossIsNoNumber) {
   const testing::TemporaryDirectory directory;
-  write_sample_text(directory);
+  testing::write_sample_text(directory / "text.txt", /*num_lines=*/100);
   TrainConfig config = tiny_config(directory, 2);
   config.lr = config.min_lr = 1e30;
   config.warmup_steps = 0;
