@@ -1,13 +1,16 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
 namespace torch::nn {
@@ -90,6 +93,20 @@ class FSDPModule {
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule*>& modules);
   /// Divide gradients by `factor` instead of the number of ranks.
   void set_gradient_divide_factor(double factor);
+  /// true: the collectives of this module's gradients only sum, and a division follows. By default
+  /// they average, or multiply before they sum, where the backend can.
+  void set_force_sum_reduction_for_comms(bool enable);
+  /// Calls `hook` with this rank's reduced gradients, 1-D in reduce_dtype, before they are divided
+  /// by what the collectives have not divided by, cast and given to the sharded parameters; it
+  /// changes them in place. Without replicas it is in the place of an all-reduce (say, over nodes
+  /// that this mesh knows nothing of), with replicas behind theirs. Null: none. What lies between
+  /// the parameters' gradients is padding: zeros. Streams: the hook runs on `stream`, or the
+  /// all-reduce stream, behind the reduction. Ranks:   called for each reduction, in the same order
+  /// on every rank. Errors:  ConfigError if a stream is given with replicas, or one of another
+  /// device; what the hook
+  ///          throws comes out of backward.
+  void set_all_reduce_hook(std::function<void(const at::Tensor& reduced)> hook,
+                           std::optional<c10::Stream> stream = std::nullopt);
   /// How many groups may have their gradients in flight: above 1 the next group's need not wait
   /// until the reduce-scatter before has read its input, for the memory of one more. The largest
   /// value of the root's groups counts. Errors:  ConfigError below 1.

@@ -133,6 +133,30 @@ void FSDPModule::set_gradient_divide_factor(double factor) {
       [&](FSDPState&, FSDPParamGroup& group) { group.settings().gradient_divide_factor = factor; });
 }
 
+void FSDPModule::set_force_sum_reduction_for_comms(bool enable) {
+  for_each_group(
+      *this, "set_force_sum_reduction_for_comms", /*recurse=*/false,
+      [&](FSDPState&, FSDPParamGroup& group) { group.settings().force_sum_reduction = enable; });
+}
+
+void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook,
+                                     std::optional<c10::Stream> stream) {
+  for_each_group(*this, "set_all_reduce_hook", /*recurse=*/false,
+                 [&](FSDPState& state, FSDPParamGroup& group) {
+                   FSDP_CHECK(
+                       ConfigError, !stream || !group.mesh_info()->replicate_mesh_dim,
+                       "set_all_reduce_hook: module '", group.module_path(),
+                       "' is sharded over a mesh with replicas, whose all-reduce has a stream "
+                       "of its own, behind which the hook runs. Pass no stream.");
+                   FSDP_CHECK(ConfigError, !stream || stream->device() == state.device(),
+                              "set_all_reduce_hook: the module is on ", state.device(),
+                              ", but the stream is of ", stream->device(), ".");
+                   group.settings().all_reduce_hook = hook;
+                   group.settings().all_reduce_hook_stream.reset();
+                   if (stream) group.settings().all_reduce_hook_stream.emplace(*stream);
+                 });
+}
+
 void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse) {
   FSDP_CHECK(ConfigError, max_input_buffers >= 1,
              "set_reduce_scatter_max_input_buffers: at least 1 buffer is needed, found ",

@@ -55,19 +55,21 @@ Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
       module_path_(std::move(request.module_path)),
       all_reduce_grads_(request.all_reduce_grads),
       require_equal_grads_(request.require_equal_grads),
+      all_reduce_hook_(std::move(request.all_reduce_hook)),
       partial_output_(std::move(request.partial_output)),
       input_(std::move(request.input.flat)) {
   FSDP_CHECK(
       StateError, !partial_output_.flat.defined() || partial_output_.layout == layout_,
       "post_backward: requires_grad of a parameter was changed between backward passes that "
       "were not all-reduced (set_requires_all_reduce(false)). Change it between steps only.");
+  if (request.all_reduce_hook_stream) streams_.all_reduce = *request.all_reduce_hook_stream;
   const c10::NoGradGuard no_grad;
   start(get_gradient_divide_factors(
       {.shard_size = mesh_info_->shard_size(),
        .replicate_size = mesh_info_->replicate_size(),
        .reduce_dtype = input_.scalar_type(),
        .custom_factor = request.divide_factor,
-       .force_sum = !has_average(*group_, input_.device().type()),
+       .force_sum = request.force_sum || !has_average(*group_, input_.device().type()),
        .has_premul_sum = has_premul_sum(*group_, input_.device().type())}));
 }
 
@@ -109,10 +111,10 @@ void Reduction::finish() {
     if (mesh_info_->replicate_mesh_dim) reduced = all_reduce();
     if (!reduced) post_reduce_ = streams_.reduce_scatter.record();
   }
-  if (reduced) {
-    write_sharded_grads(mesh_info_->replicate_mesh_dim ? streams_.all_reduce
-                                                       : streams_.reduce_scatter);
-  }
+  if (!reduced) return;
+  if (all_reduce_hook_) run_all_reduce_hook();
+  const bool on_all_reduce = mesh_info_->replicate_mesh_dim || all_reduce_hook_;
+  write_sharded_grads(on_all_reduce ? streams_.all_reduce : streams_.reduce_scatter);
 }
 
 void Reduction::abandon() noexcept {
@@ -163,6 +165,13 @@ bool Reduction::all_reduce() {
   options.reduceOp = reduce_op(factors_.all_reduce, /*premul=*/1.0);
   wait_for(*group->allreduce(tensors, options), *group, "all-reduce of gradients");
   return true;
+}
+
+// In the place of an all-reduce, or behind it. It does not see the flags behind the gradients.
+void Reduction::run_all_reduce_hook() {
+  streams_.all_reduce.wait(streams_.reduce_scatter);
+  const StreamGuard on_all_reduce(streams_.all_reduce);
+  all_reduce_hook_(output_.narrow(0, 0, layout_->flags_offset));
 }
 
 // On the host, which waits for them.

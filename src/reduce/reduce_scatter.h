@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,6 +28,9 @@ struct ReduceRequest {
   FSDPMeshInfoPtr mesh_info;
   ProcessGroupPtr reduce_scatter_group;  ///< null: the mesh's shard group
   std::optional<double> divide_factor;
+  bool force_sum = false;  ///< no AVG or PREMUL_SUM in the collectives
+  std::function<void(const at::Tensor&)> all_reduce_hook;  ///< see FSDPModule::set_all_reduce_hook
+  std::optional<Stream> all_reduce_hook_stream;            ///< unset: the all-reduce stream
   bool all_reduce_grads = true;      ///< HSDP: false keeps a partial sum for a later reduction
   bool require_equal_grads = false;  ///< throw if only some ranks have a parameter's gradient
   PartialOutput partial_output;      ///< of earlier reductions
@@ -75,6 +79,7 @@ class Reduction {
  private:
   void start(const DivideFactors& factors);
   bool all_reduce();
+  void run_all_reduce_hook();
   void write_sharded_grads(const Stream& stream);
   void add_partial_output();
   [[nodiscard]] at::Tensor reduced_flags() const;
@@ -91,6 +96,7 @@ class Reduction {
   std::string module_path_;
   bool all_reduce_grads_;
   bool require_equal_grads_;
+  std::function<void(const at::Tensor&)> all_reduce_hook_;
   PartialOutput partial_output_;
   at::Tensor input_;          // 1-D, all chunks
   at::Tensor output_;         // 1-D, this rank's chunk
@@ -101,8 +107,8 @@ class Reduction {
   bool finished_ = false;
 };
 
-/// Starts the reduction of one group's gradients: reduce-scatter (all-reduce,) division, cast, and
-/// the sharded gradients.
+/// Starts the reduction of one group's gradients: reduce-scatter (all-reduce, hook,) division,
+/// cast, and the sharded gradients.
 ///
 /// On a device with streams it is finished on return: all work is on the streams. On CPU finish()
 /// is called when the result is needed, so that the collective overlaps with backward.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,6 +28,9 @@ struct GroupSettings {
   bool reduce_scatter_unused_params = false;
   bool require_equal_gradients = false;
   std::optional<double> gradient_divide_factor;
+  bool force_sum_reduction = false;
+  std::function<void(const at::Tensor&)> all_reduce_hook;
+  std::optional<Stream> all_reduce_hook_stream;
   /// Of the reductions of all groups of a root, which take the largest of their values.
   size_t reduce_scatter_max_input_buffers = 1;
   ProcessGroupPtr reduce_scatter_group;  ///< of the same ranks as the shard group; null: that one

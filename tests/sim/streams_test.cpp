@@ -57,6 +57,13 @@ std::vector<Config> in_both_layouts(std::vector<Config> configs) {
   return all;
 }
 
+// Squares what was reduced. (AdamW would hardly see a factor.)
+void set_hooks(Transformer& model, std::optional<c10::Stream> stream) {
+  const auto square = [](const at::Tensor& reduced) { reduced.mul_(reduced); };
+  for (auto& block : model->blocks) block->set_all_reduce_hook(square, stream);
+  model->set_all_reduce_hook(square, stream);
+}
+
 std::vector<Config> configs() {
   return in_both_layouts({
       {.name = "Plain", .reshard = true},
@@ -66,6 +73,20 @@ std::vector<Config> configs() {
       {.name = "ReshardsToTwo", .reshard = 2},
       {.name = "Replicates", .half_precision = true, .replicates = true, .reshard = true},
       {.name = "ReplicatesOwnDevices", .replicates = true, .reshard = false, .own_devices = true},
+      {.name = "ReplicatesWithHook",
+       .half_precision = true,
+       .replicates = true,
+       .reshard = true,
+       .own_devices = true,
+       .prepare = [](Transformer& model) { set_hooks(model, std::nullopt); }},
+      // test_custom_hook_custom_stream of PyTorch 2.13
+      {.name = "HookOnItsStream",
+       .reshard = true,
+       .prepare =
+           [](Transformer& model) {
+             const c10::Device device = parameters(*model)[0].device();
+             set_hooks(model, new_stream(device, /*high_priority=*/false).raw());
+           }},
   });
 }
 
