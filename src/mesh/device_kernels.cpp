@@ -102,11 +102,22 @@ void reduce_on_device(const DeviceRange& destination, RedOp op,
   if (destination.numel == 0) return;
   const c10::NoGradGuard no_grad;
   const c10::Device here = with_index(c10::Device(destination.device.type()));
+  const bool adds_up = (op == RedOp::SUM || op == RedOp::AVG || op == RedOp::PREMUL_SUM) &&
+                       destination.dtype != at::kBool;
   at::Tensor result;
+  bool is_own = false;  // not the memory of a source
   for (size_t rank = 0; rank < sources.size(); ++rank) {
     at::Tensor value = load(sources[rank], here);
     if (op == RedOp::PREMUL_SUM) value = at::mul(value, factors[rank]);
-    result = rank == 0 ? value : combine(op, result, value);
+    if (rank == 0) {
+      is_own = value.const_data_ptr() != sources[0].data;
+      result = std::move(value);
+    } else if (is_own && adds_up) {
+      result.add_(value);
+    } else {
+      result = combine(op, result, value);
+      is_own = true;
+    }
   }
   if (op == RedOp::AVG) result = average(result, sources.size());
   at::Tensor target = over(destination);

@@ -124,15 +124,25 @@ void check_param(ParamToShard& param, const FullyShardOptions& options, int64_t 
       checked_shard_dim("fully_shard", param.name, tensor.sizes(), placement, shard_size);
 }
 
-void check_ignored(const FullyShardOptions& options, c10::Device device) {
+// They may be on any device, and stay there.
+void check_ignored(const FullyShardOptions& options) {
   for (size_t i = 0; i < options.ignored_params.size(); ++i) {
-    const at::Tensor& param = options.ignored_params[i];
-    FSDP_CHECK(ConfigError, param.defined(), "fully_shard: ignored parameter ", i,
-               " is undefined.");
-    FSDP_CHECK(ConfigError, param.device() == device, "fully_shard: ignored parameter ", i,
-               " of shape ", param.sizes(), " is on ", param.device(),
-               ", but the group computes on ", device,
-               ", and ignored parameters are not moved. Move it there first.");
+    FSDP_CHECK(ConfigError, options.ignored_params[i].defined(), "fully_shard: ignored parameter ",
+               i, " is undefined.");
+  }
+}
+
+// The groups of a tree share streams and the order of their gathers.
+void check_same_device(const std::vector<torch::nn::Module*>& roots, c10::Device device) {
+  for (torch::nn::Module* root : roots) {
+    for_each_module(*root, [&](const std::string& path, torch::nn::Module& submodule) {
+      const std::shared_ptr<FSDPState> state = state_of(submodule);
+      FSDP_CHECK(ConfigError, state == nullptr || state->device() == device, "fully_shard: '", path,
+                 "' of the module of type ", root->name(), " was sharded on ",
+                 state ? state->device() : device, ", but the mesh of this call is on ", device,
+                 ". All modules of a tree compute on one device: shard them with meshes of one "
+                 "device type, and make that device the current one before each call.");
+    });
   }
 }
 
@@ -255,7 +265,8 @@ void fully_shard(const std::vector<std::reference_wrapper<torch::nn::Module>>& m
   const DeviceMeshPtr mesh = options.mesh ? options.mesh : init_device_mesh(c10::DeviceType::CPU);
   const FSDPMeshInfoPtr mesh_info = make_mesh_info(mesh);
   const c10::Device device = checked_device(*mesh);
-  check_ignored(options, device);
+  check_ignored(options);
+  check_same_device(roots, device);
   Managed managed = collect(roots, options);
   check_members(managed);
   for (ManagedParam& managed_param : managed.params) {

@@ -86,9 +86,18 @@ void FSDPParamGroup::notify(ScheduleEventKind kind, bool changed) const {
 }
 
 // A conversion of the module (to(), torch::load, set_data) moves sharded parameters off the flat
-// shard without a word. Every gather looks first, so that no step runs with old weights.
+// shard without a word. Every gather looks first, so that no step runs with old weights. The
+// compute stream copies them back: behind a gather that still reads the shard, and ahead of the
+// next.
 void FSDPParamGroup::take_back_sharded_params() {
-  converted_ = sharded_params_.take_back_sharded_params() || converted_;
+  if (sharded_params_.are_in_place()) return;
+  if (all_gather_result_) {
+    if (all_gather_result_->work) all_gather_result_->work->wait();
+    comm_->compute_stream().wait(all_gather_result_->done);
+  }
+  sharded_params_.take_back_sharded_params();
+  comm_->all_gather_streams_wait(comm_->compute_stream().record());
+  converted_ = true;
 }
 
 void FSDPParamGroup::check_sharded_params() {

@@ -189,11 +189,12 @@ void ShardedParams::check_device() const {
   }
 }
 
-bool ShardedParams::take_back_sharded_params() {
-  const bool all_in_place = std::all_of(params_.begin(), params_.end(), [](const FSDPParam& param) {
-    return param.is_on_flat_shard();
-  });
-  if (all_in_place) return false;
+bool ShardedParams::are_in_place() const {
+  return std::all_of(params_.begin(), params_.end(),
+                     [](const FSDPParam& param) { return param.is_on_flat_shard(); });
+}
+
+void ShardedParams::take_back_sharded_params() {
   check_device();
   std::map<const FlatParam*, const FSDPParam*> first_of;
   for (const FSDPParam& param : params_) {
@@ -221,7 +222,6 @@ bool ShardedParams::take_back_sharded_params() {
     param.move_to_flat_shard();
     param.set_fqn(param.spec()->fqn);
   }
-  return true;
 }
 
 void ShardedParams::allocate_unsharded() {

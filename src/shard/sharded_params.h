@@ -61,10 +61,11 @@ class ShardedParams {
   /// The dtype of the reduction: that of the policy, else that of the gradients.
   [[nodiscard]] at::ScalarType reduce_dtype() const;
 
-  /// Brings sharded parameters that torch::load, to() or set_data() moved off the flat shard back
-  /// onto it, with their values. Returns whether there were any.
+  /// Whether no sharded parameter was moved off the flat shard by torch::load, to() or set_data().
+  [[nodiscard]] bool are_in_place() const;
+  /// Brings those that were back onto it, with their values. Streams: copies on the current one.
   /// Errors: StateError if a shape or a device has changed, or dtypes in one flat parameter differ.
-  bool take_back_sharded_params();
+  void take_back_sharded_params();
 
   /// kPerParameter: gives the storages of the unsharded parameters bytes, to be written.
   void allocate_unsharded();

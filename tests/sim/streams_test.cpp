@@ -64,6 +64,18 @@ void set_hooks(Transformer& model, std::optional<c10::Stream> stream) {
   model->set_all_reduce_hook(square, stream);
 }
 
+// As loading and converting do: the sharded parameters have other memory then.
+void replace_data(Transformer& model) {
+  const c10::NoGradGuard no_grad;
+  for (at::Tensor& param : parameters(*model)) param.set_data(param.detach() * 0.75);
+}
+
+void record_optimizer_event(Transformer& model, const c10::Device& device) {
+  c10::Event event(device.type());
+  if (has_streams(device.type())) event.record(current_stream(device).raw());
+  model->set_post_optim_event(std::move(event));
+}
+
 std::vector<Config> configs() {
   return in_both_layouts({
       {.name = "Plain", .reshard = true},
@@ -79,6 +91,15 @@ std::vector<Config> configs() {
        .reshard = true,
        .own_devices = true,
        .prepare = [](Transformer& model) { set_hooks(model, std::nullopt); }},
+      {.name = "ReplacedData",
+       .reshard = true,
+       .own_devices = true,
+       .before_forward = [](Transformer& model, int) { replace_data(model); }},
+      // Behind the event that the gathers wait for.
+      {.name = "ReplacedDataAfterOptimEvent",
+       .reshard = true,
+       .before_forward = [](Transformer& model, int) { replace_data(model); },
+       .after_step = record_optimizer_event},
       // test_custom_hook_custom_stream of PyTorch 2.13
       {.name = "HookOnItsStream",
        .reshard = true,
@@ -136,13 +157,7 @@ std::vector<Config> stream_safety_configs() {
          model->set_is_last_backward(micro_batch == 1);
          model->set_requires_all_reduce(micro_batch == 1);
        }});
-  add({.name = "post_optim_event",
-       .reshard = true,
-       .after_step = [](Transformer& model, const c10::Device& device) {
-         c10::Event event(device.type());
-         if (has_streams(device.type())) event.record(current_stream(device).raw());
-         model->set_post_optim_event(std::move(event));
-       }});
+  add({.name = "post_optim_event", .reshard = true, .after_step = record_optimizer_event});
   add({.name = "partial_group_backward",
        .reshard = true,
        .num_micro_batches = 2,
