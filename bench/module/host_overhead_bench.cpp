@@ -156,9 +156,14 @@ void run(int num_groups, int world_size, int params_per_group, int repetitions) 
 
 }  // namespace
 
+// host_overhead_bench [REPETITIONS [GROUPS WORLD_SIZE PARAMS_PER_GROUP]]
 int main(int argc, char** argv) {
   at::set_num_threads(1);
   const int repetitions = argc > 1 ? std::atoi(argv[1]) : 20;
+  if (argc > 4) {
+    run(std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), repetitions);
+    return 0;
+  }
   for (const int num_groups : {50, 100, 400}) run(num_groups, 2, 2, repetitions);
   for (const int world_size : {128, 1024}) run(100, world_size, 2, repetitions);
   run(50, 2, 64, repetitions);

@@ -201,10 +201,12 @@ at::Tensor GradBuffer::make_flags(int64_t group_number) const {
 
 void GradBuffer::write_flags(int64_t group_number) {
   if (layout_->num_flags == 0) return;
-  const at::Tensor flags_WP = flat_.view({layout_->num_chunks, layout_->chunk_numel})
-                                  .narrow(1, layout_->flags_offset, layout_->num_flags);
+  const auto flags_WP = [&] {
+    return flat_.view({layout_->num_chunks, layout_->chunk_numel})
+        .narrow(1, layout_->flags_offset, layout_->num_flags);
+  };
   if (std::find(has_grad_.begin(), has_grad_.end(), 0) != has_grad_.end()) {
-    flags_WP.copy_(make_flags(group_number));
+    flags_WP().copy_(make_flags(group_number));
     return;
   }
   // The usual case. These are kept: for a copy from the host it would wait for the device.
@@ -213,7 +215,17 @@ void GradBuffer::write_flags(int64_t group_number) {
     full_flags_ = make_flags(group_number);
     full_flags_number_ = group_number;
   }
-  flags_WP.copy_(full_flags_);
+  if (!flat_.is_cpu()) {
+    flags_WP().copy_(full_flags_);
+    return;
+  }
+  const size_t bytes = full_flags_.nbytes();
+  const size_t stride = static_cast<size_t>(layout_->chunk_numel) * flat_.element_size();
+  auto* to = static_cast<char*>(flat_.mutable_data_ptr()) +
+             static_cast<size_t>(layout_->flags_offset) * flat_.element_size();
+  for (int64_t i = 0; i < layout_->num_chunks; ++i) {
+    std::memcpy(to + static_cast<size_t>(i) * stride, full_flags_.const_data_ptr(), bytes);
+  }
 }
 
 ReduceInput GradBuffer::take(bool all, int64_t group_number) {

@@ -175,14 +175,18 @@ void Reduction::run_all_reduce_hook() {
 }
 
 // On the host, which waits for them.
-at::Tensor Reduction::reduced_flags() const {
-  return output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+const float* Reduction::reduced_flags() {
+  if (output_.is_cpu() && output_.scalar_type() == at::kFloat) {
+    return output_.const_data_ptr<float>() + layout_->flags_offset;
+  }
+  host_flags_ =
+      output_.narrow(0, layout_->flags_offset, layout_->num_flags).to(at::kCPU, at::kFloat);
+  return host_flags_.const_data_ptr<float>();
 }
 
-void Reduction::check_equal_grads() const {
+void Reduction::check_equal_grads() {
   if (layout_->num_flags == 0) return;
-  const at::Tensor flags = reduced_flags();
-  const float* flag = flags.const_data_ptr<float>();
+  const float* flag = reduced_flags();
   for (size_t i = 0; i < has_grad_.size(); ++i) {
     const ShardedTensorSpec& spec = *layout_->slots[i].param->spec();
     FSDP_CHECK(
@@ -201,8 +205,7 @@ void Reduction::look_at_other_ranks() {
   const bool has_all = std::find(has_grad_.begin(), has_grad_.end(), 0) == has_grad_.end();
   if (require_equal_grads_) check_equal_grads();
   if (has_all && has_streams(output_.device().type())) return;
-  const at::Tensor flags = reduced_flags();
-  const float* flag = flags.const_data_ptr<float>();
+  const float* flag = reduced_flags();
   const bool sums_exactly =
       output_.scalar_type() == at::kFloat || output_.scalar_type() == at::kDouble;
   const float number = flag[layout_->group_flag()] / flag[layout_->one_flag()];
@@ -222,7 +225,9 @@ void Reduction::write_sharded_grads(const Stream& stream) {
   look_at_other_ranks();
   if (factors_.post) output_.div_(*factors_.post);
   const at::ScalarType orig_dtype = layout_->flats.front()->orig_dtype();
-  const at::Tensor flat = output_.narrow(0, 0, layout_->flags_offset).to(orig_dtype);
+  const at::Tensor flat = output_.scalar_type() == orig_dtype
+                              ? output_
+                              : output_.narrow(0, 0, layout_->flags_offset).to(orig_dtype);
   for (size_t i = 0; i < layout_->slots.size(); ++i) {
     if (has_grad_[i] == 0) continue;
     const GradSlot& slot = layout_->slots[i];

@@ -82,8 +82,8 @@ class Reduction {
   void run_all_reduce_hook();
   void write_sharded_grads(const Stream& stream);
   void add_partial_output();
-  [[nodiscard]] at::Tensor reduced_flags() const;
-  void check_equal_grads() const;
+  [[nodiscard]] const float* reduced_flags();
+  void check_equal_grads();
   void look_at_other_ranks();
 
   std::shared_ptr<const GradLayout> layout_;
@@ -100,6 +100,7 @@ class Reduction {
   PartialOutput partial_output_;
   at::Tensor input_;          // 1-D, all chunks
   at::Tensor output_;         // 1-D, this rank's chunk
+  at::Tensor host_flags_;     // where the output is not float on the CPU
   at::Tensor added_partial_;  // of a shard group of one rank: read by the reduce-scatter stream
   c10::intrusive_ptr<c10d::Work> work_;
   Event reduce_scatter_done_;

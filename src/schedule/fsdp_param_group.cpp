@@ -251,11 +251,14 @@ void FSDPParamGroup::drop_stale_params() {
 // Ends a gather that nobody will use.
 void FSDPParamGroup::drop_gather() noexcept {
   if (!all_gather_result_) return;
+  const bool is_flat = sharded_params_.layout() == Layout::kFlat;
   try {
     comm_->compute_stream().wait(all_gather_result_->done);
     if (all_gather_result_->work) all_gather_result_->work->wait();
+    if (is_flat) sharded_params_.drop_gathered();
   } catch (const std::exception&) {
     // Its failure will be told by the next collective of this group, which somebody waits for.
+    if (is_flat) sharded_params_.abandon_gathered();
   }
   all_gather_result_.reset();
 }

@@ -27,6 +27,9 @@ class FlatParam {
   /// counter of its own: what is written through it is no edit to autograd.
   [[nodiscard]] const at::Tensor& unsharded() const { return unsharded_; }
   void set_unsharded(at::Tensor unsharded) { unsharded_ = std::move(unsharded); }
+  /// The same over the storage that a gather in flight writes to (kFlat).
+  [[nodiscard]] const at::Tensor& gathered() const { return gathered_; }
+  void set_gathered(at::Tensor gathered) { gathered_ = std::move(gathered); }
   [[nodiscard]] int64_t unsharded_numel() const { return shard_numel_ * world_size_; }
   [[nodiscard]] at::ScalarType compute_dtype() const { return unsharded_.scalar_type(); }
 
@@ -47,6 +50,7 @@ class FlatParam {
   int64_t world_size_;
   at::Tensor shard_;
   at::Tensor unsharded_;
+  at::Tensor gathered_;
   at::Tensor post_forward_shard_;
 };
 

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kStorageAlignment = 256;  // of each flat parameter in the group's storage
 constexpr size_t kMaxNamedParams = 8;       // in one message
+const std::string kNotGathering = "fsdp: a gather's output was used while no gather is in flight.";
 
 bool cuts_rows(const ParamToShard& param) { return param.shard_dim == 0; }
 
@@ -168,6 +169,7 @@ void ShardedParams::init_dtypes(const MixedPrecisionPolicy& policy) {
     flats_[i]->set_unsharded(
         tensor_over(storage, dtypes[i], offsets[i], {flats_[i]->unsharded_numel()}));
   }
+  if (layout_ == Layout::kFlat) make_gather_storage();
   for (FSDPParam& param : params_) param.init_unsharded_param();
 }
 
@@ -228,9 +230,23 @@ void ShardedParams::allocate_unsharded() {
   for (const at::Storage& storage : storages_) allocate_storage(storage);
 }
 
-void ShardedParams::adopt_unsharded(const at::Storage& gathered) {
-  move_bytes(gathered, storages_.front());
+void ShardedParams::make_gather_storage() {
+  gather_storage_ =
+      make_freed_storage(static_cast<int64_t>(storage().nbytes()), device_, kNotGathering);
+  for (const auto& flat : flats_) {
+    const at::Tensor& unsharded = flat->unsharded();
+    flat->set_gathered(tensor_over(gather_storage_, unsharded.scalar_type(),
+                                   unsharded.storage_offset(), unsharded.sizes()));
+  }
 }
+
+void ShardedParams::allocate_gathered() { allocate_storage(gather_storage_); }
+
+void ShardedParams::adopt_gathered() { move_bytes(gather_storage_, storages_.front()); }
+
+void ShardedParams::drop_gathered() { free_storage(gather_storage_, kNotGathering); }
+
+void ShardedParams::abandon_gathered() { make_gather_storage(); }
 
 at::DataPtr ShardedParams::free_unsharded() {
   at::DataPtr bytes;

@@ -69,9 +69,15 @@ class ShardedParams {
 
   /// kPerParameter: gives the storages of the unsharded parameters bytes, to be written.
   void allocate_unsharded();
-  /// kFlat: gives the storage of the unsharded parameters the bytes of `gathered`, of the same
-  /// size.
-  void adopt_unsharded(const at::Storage& gathered);
+  /// kFlat: bytes of the unsharded parameters' size, over which FlatParam::gathered() lie, to be
+  /// filled while the parameters themselves are still freed. Streams: allocated on the current one.
+  void allocate_gathered();
+  /// kFlat: they become the unsharded parameters'.
+  void adopt_gathered();
+  /// kFlat: frees them instead. Streams: on the one that they were allocated on.
+  void drop_gathered();
+  /// kFlat: leaves them to a collective that failed, and may still write to them.
+  void abandon_gathered();
 
   // The transitions between states, of all parameters at once: in the flat layout they share their
   // bytes. Each does nothing in the state that it leads to. Those that free return the flat
@@ -89,7 +95,7 @@ class ShardedParams {
   void cut(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info);
   void cut_flat(const std::vector<ParamToShard>& params, const FSDPMeshInfo& mesh_info);
   void check_device() const;
-  void make_storages();
+  void make_gather_storage();
   void describe_access_errors();
   at::DataPtr free_unsharded();
 
@@ -99,6 +105,7 @@ class ShardedParams {
   std::vector<size_t> module_of_;  // of each
   std::vector<std::unique_ptr<FlatParam>> flats_;
   std::vector<at::Storage> storages_;       // of the unsharded parameters: one; or one for each
+  at::Storage gather_storage_;              // kFlat: has bytes while a gather is in flight
   std::vector<std::string> access_errors_;  // what a use of them says while they are freed
   ShardedState sharded_state_ = ShardedState::kSharded;
   std::optional<at::ScalarType> reduce_dtype_;

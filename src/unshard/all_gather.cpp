@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "mesh/work.h"
@@ -23,8 +24,9 @@ at::ScalarType gather_dtype(const ShardedParams& params) {
 
 // On a device the all-gather stream waits, not the host; on CPU, and if asked to, whoever needs the
 // parameters does.
-void record(AllGatherResult& result, bool async_op, const AllGatherStreams& streams) {
-  if (result.work && !async_op && has_streams(result.buffer.device().type())) {
+void record(AllGatherResult& result, bool async_op, const AllGatherStreams& streams,
+            c10::Device device) {
+  if (result.work && !async_op && has_streams(device.type())) {
     wait_for(*result.work, *result.group, "all-gather of unshard");
     result.work.reset();
   }
@@ -35,21 +37,19 @@ void record(AllGatherResult& result, bool async_op, const AllGatherStreams& stre
 void gather_flat(AllGatherResult& result, ShardedParams& params, bool async_op,
                  const AllGatherStreams& streams) {
   const int64_t world_size = result.group->getSize();
-  std::vector<at::Tensor> inputs, outputs;
+  c10::SmallVector<at::Tensor, 2> inputs, outputs;
   {
     const StreamGuard on_copy_in(streams.copy_in);
-    result.buffer = at::empty({static_cast<int64_t>(params.storage().nbytes())},
-                              at::TensorOptions().dtype(at::kByte).device(params.device()));
+    params.allocate_gathered();
     for (const auto& flat : params.flats()) {
-      const at::Tensor& unsharded = flat->unsharded();
-      if (unsharded.numel() == 0) continue;
-      outputs.push_back(tensor_over(result.buffer.storage(), unsharded.scalar_type(),
-                                    unsharded.storage_offset(), unsharded.sizes()));
+      const at::Tensor& gathered = flat->gathered();
+      if (gathered.numel() == 0) continue;
+      outputs.push_back(gathered);
       inputs.push_back(flat->all_gather_input());
-      if (world_size > 1 && inputs.back().scalar_type() == unsharded.scalar_type()) continue;
+      if (world_size > 1 && inputs.back().scalar_type() == gathered.scalar_type()) continue;
       // Cast into this rank's part.
-      const int64_t numel = unsharded.numel() / world_size;
-      const at::Tensor part = outputs.back().narrow(0, result.group->getRank() * numel, numel);
+      const int64_t numel = gathered.numel() / world_size;
+      const at::Tensor part = gathered.narrow(0, result.group->getRank() * numel, numel);
       part.copy_(inputs.back());
       inputs.back() = part;
     }
@@ -59,9 +59,11 @@ void gather_flat(AllGatherResult& result, ShardedParams& params, bool async_op,
   if (world_size > 1 && outputs.size() == 1) {
     result.work = result.group->_allgather_base(outputs.front(), inputs.front());
   } else if (world_size > 1 && outputs.size() > 1) {
-    result.work = result.group->allgather_into_tensor_coalesced(outputs, inputs);
+    std::vector<at::Tensor> all_outputs(outputs.begin(), outputs.end());
+    std::vector<at::Tensor> all_inputs(inputs.begin(), inputs.end());
+    result.work = result.group->allgather_into_tensor_coalesced(all_outputs, all_inputs);
   }
-  record(result, async_op, streams);
+  record(result, async_op, streams, params.device());
 }
 
 // kPerParameter: the ranks' parts of all parameters one after the other, as one collective.
@@ -99,7 +101,7 @@ void gather_per_parameter(AllGatherResult& result, ShardedParams& params, bool a
   streams.all_gather.wait(streams.copy_in);
   const StreamGuard on_all_gather(streams.all_gather);
   result.work = result.group->_allgather_base(result.buffer, input);
-  record(result, async_op, streams);
+  record(result, async_op, streams, params.device());
 }
 
 void copy_out_per_parameter(AllGatherResult& result, ShardedParams& params) {
@@ -134,7 +136,12 @@ AllGatherResult foreach_all_gather(ShardedParams& params, const ProcessGroupPtr&
   AllGatherResult result;
   result.group = group;
   if (params.layout() == Layout::kFlat) {
-    gather_flat(result, params, async_op, streams);
+    try {
+      gather_flat(result, params, async_op, streams);
+    } catch (...) {
+      params.abandon_gathered();
+      throw;
+    }
   } else {
     gather_per_parameter(result, params, async_op, streams);
   }
@@ -144,13 +151,17 @@ AllGatherResult foreach_all_gather(ShardedParams& params, const ProcessGroupPtr&
 void foreach_all_gather_copy_out(AllGatherResult& result, ShardedParams& params) {
   const c10::NoGradGuard no_grad;
   if (result.work) {
-    wait_for(*result.work, *result.group, "all-gather of unshard");
+    try {
+      wait_for(*result.work, *result.group, "all-gather of unshard");
+    } catch (...) {
+      if (params.layout() == Layout::kFlat) params.abandon_gathered();
+      throw;
+    }
     result.work.reset();
   }
   current_stream(params.device()).wait(result.done);
   if (params.layout() == Layout::kFlat) {
-    params.adopt_unsharded(result.buffer.storage());
-    result.buffer.reset();
+    params.adopt_gathered();
   } else {
     copy_out_per_parameter(result, params);
   }

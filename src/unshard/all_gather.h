@@ -19,8 +19,8 @@ struct AllGatherStreams {
 
 /// An all-gather in flight. The buffer is let go behind the event that ends its use.
 struct AllGatherResult {
-  /// 1-D. kPerParameter: the parts of rank 0, of rank 1, ...; undefined for one rank.
-  /// kFlat: the bytes of the unsharded parameters' storage.
+  /// kPerParameter: 1-D, the parts of rank 0, of rank 1, ...; undefined for one rank. kFlat:
+  /// undefined, a gather writes to FlatParam::gathered().
   at::Tensor buffer;
   std::vector<int64_t> part_bytes;  ///< kPerParameter: of each parameter in a rank's part
   ProcessGroupPtr group;            ///< that gathers
@@ -31,7 +31,7 @@ struct AllGatherResult {
 
 /// Starts the all-gather of the parameters of one group, cast to their compute dtypes.
 ///
-/// Memory:  one buffer of the unsharded bytes. A rank's own part is written in place; kFlat without
+/// Memory:  one buffer of the unsharded bytes, of `params` if kFlat. A rank's own part is written in place; kFlat without
 ///          a cast sends the flat shard itself.
 /// Streams: see AllGatherStreams; the caller waits with foreach_all_gather_copy_out. With
 ///          `async_op` no stream waits for the collective before that; else, on a device, the
@@ -45,7 +45,7 @@ struct AllGatherResult {
                                                  const AllGatherStreams& streams);
 
 /// Waits for the all-gather, on the current stream, and makes the unsharded parameters' values
-/// whole; to_unsharded() comes next. kFlat: moves the buffer's bytes into their storage, and copies
+/// whole; to_unsharded() comes next. kFlat: moves the gathered bytes into their storage, and copies
 /// nothing. kPerParameter: copies each parameter's parts into its own.
 ///
 /// Errors:  CommError if the collective failed.
