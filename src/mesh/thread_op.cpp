@@ -262,9 +262,8 @@ void ThreadOp::wait(int rank, std::chrono::milliseconds timeout) {
   }
   FSDP_CHECK(CommError, succeeded(), error());
   const std::shared_ptr<DeviceCall>& mine = calls_[static_cast<size_t>(rank)].on_device;
-  if (!mine) return;
-  order_behind(current_stream(mine->device));
-  let_go_of_tensors(rank);
+  if (mine) order_behind(current_stream(mine->device));
+  let_go_of_tensors(rank);  // other ranks may keep their Work, and so this operation, for long
 }
 
 // The stream waits for every rank's share: they read each other's tensors.

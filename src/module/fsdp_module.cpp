@@ -203,6 +203,11 @@ void FSDPModule::set_post_optim_event(c10::Event event) {
   state->context()->post_optim_event = Event(std::move(event));
 }
 
+void FSDPModule::release_buffers() {
+  const auto context = checked_state(*this, "release_buffers")->context();
+  if (context->comm) context->comm->pool()->release();
+}
+
 void FSDPModule::reset_iter_state() {
   const auto state = checked_state(*this, "reset_iter_state");
   FSDP_CHECK(StateError, !state->is_initialized() || state->is_root(),

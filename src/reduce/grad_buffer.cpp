@@ -139,8 +139,8 @@ void GradBuffer::allocate() {
       slot_of_[layout_->slots[i].param - params_.params().data()] = static_cast<int64_t>(i);
     }
   }
-  flat_ = at::empty({layout_->num_chunks * layout_->chunk_numel},
-                    at::TensorOptions().dtype(params_.reduce_dtype()).device(params_.device()));
+  flat_ =
+      params_.pool()->allocate(layout_->num_chunks * layout_->chunk_numel, params_.reduce_dtype());
   has_grad_.assign(layout_->slots.size(), 0);
 }
 
@@ -261,11 +261,12 @@ ReduceInput GradBuffer::take(bool all, int64_t group_number) {
   return {.layout = layout_,
           .flat = std::move(flat_),
           .group_number = group_number,
-          .has_grad = std::move(has_grad_)};
+          .has_grad = std::move(has_grad_),
+          .pool = params_.pool()};
 }
 
 void GradBuffer::clear() {
-  flat_.reset();
+  params_.pool()->give_back(std::move(flat_));
   num_grads_ = 0;
 }
 

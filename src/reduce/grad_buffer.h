@@ -53,7 +53,8 @@ struct ReduceInput {
   std::shared_ptr<const GradLayout> layout;
   at::Tensor flat;  ///< 1-D of num_chunks * chunk_numel, in the dtype of the reduction
   int64_t group_number = 0;
-  std::vector<char> has_grad;  ///< of each slot, on this rank
+  std::vector<char> has_grad;        ///< of each slot, on this rank
+  std::shared_ptr<BufferPool> pool;  ///< of `flat`, and for the result
 };
 
 /// Collects the gradients of one group until they are reduced.

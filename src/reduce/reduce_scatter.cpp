@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -52,6 +51,7 @@ Reduction::Reduction(ReduceRequest request, const ReduceStreams& streams)
       group_(request.reduce_scatter_group ? std::move(request.reduce_scatter_group)
                                           : mesh_info_->shard_group()),
       streams_(streams),
+      pool_(std::move(request.input.pool)),
       module_path_(std::move(request.module_path)),
       all_reduce_grads_(request.all_reduce_grads),
       require_equal_grads_(request.require_equal_grads),
@@ -82,7 +82,7 @@ void Reduction::start(const DivideFactors& factors) {
     output_ = input_;
     return;
   }
-  output_ = at::empty({input_.numel() / mesh_info_->shard_size()}, input_.options());
+  output_ = pool_->allocate(input_.numel() / mesh_info_->shard_size(), input_.scalar_type());
   if (input_.numel() == 0) return;
   c10d::ReduceScatterOptions options;
   options.reduceOp = reduce_op(factors_.reduce_scatter, factors_.premul);
@@ -94,7 +94,7 @@ Reduction::~Reduction() { release_input(); }
 void Reduction::release_input() {
   if (!input_.defined()) return;
   current_stream(input_.device()).wait(reduce_scatter_done_);
-  input_.reset();
+  pool_->give_back(std::move(input_));
   added_partial_.reset();
 }
 

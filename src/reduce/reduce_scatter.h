@@ -93,6 +93,7 @@ class Reduction {
   ProcessGroupPtr group_;  // of the reduce-scatter
   ReduceStreams streams_;
   DivideFactors factors_;
+  std::shared_ptr<BufferPool> pool_;
   std::string module_path_;
   bool all_reduce_grads_;
   bool require_equal_grads_;

@@ -7,7 +7,8 @@ CommContext::CommContext(c10::Device device)
       all_gather_streams_{.copy_in = new_stream(device, /*high_priority=*/true),
                           .all_gather = new_stream(device, /*high_priority=*/true)},
       reduce_streams_{.reduce_scatter = new_stream(device, /*high_priority=*/true),
-                      .all_reduce = new_stream(device, /*high_priority=*/false)} {}
+                      .all_reduce = new_stream(device, /*high_priority=*/false)},
+      pool_(std::make_shared<BufferPool>(device)) {}
 
 void CommContext::all_gather_streams_wait(const Event& event) const {
   all_gather_streams_.copy_in.wait(event);

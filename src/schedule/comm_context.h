@@ -28,6 +28,9 @@ class CommContext {
   [[nodiscard]] const ReduceStreams& reduce_streams() const { return reduce_streams_; }
   [[nodiscard]] Stream compute_stream() const { return current_stream(device_); }
 
+  /// The memory of the root's gathers and reductions.
+  [[nodiscard]] const std::shared_ptr<BufferPool>& pool() const { return pool_; }
+
   /// Both all-gather streams wait for `event`.
   void all_gather_streams_wait(const Event& event) const;
 
@@ -61,6 +64,7 @@ class CommContext {
   c10::Device device_;
   AllGatherStreams all_gather_streams_;
   ReduceStreams reduce_streams_;
+  std::shared_ptr<BufferPool> pool_;
   std::optional<Gathered> gathered_;
   std::deque<std::weak_ptr<Reduction>> reductions_;  // owned by their groups
   size_t max_reductions_ = 1;

@@ -73,6 +73,7 @@ void FSDPParamGroup::join_root(const std::vector<std::string>& module_paths, int
     module_path_ += (module_path_.empty() ? "" : ", ") + path;
   }
   comm_ = std::move(comm);
+  sharded_params_.set_pool(comm_->pool());
   sharded_params_.set_fqns(module_paths);
 }
 
@@ -176,13 +177,15 @@ void FSDPParamGroup::wait_for_unshard() {
   to_unsharded();
   if (!result.buffer.defined()) return;
 
-  free_gathered(result.buffer.storage().set_data_ptr(at::DataPtr(nullptr, result.buffer.device())));
+  const at::Storage& buffer = result.buffer.storage();
+  free_gathered(buffer.set_data_ptr(at::DataPtr(nullptr, buffer.device())), buffer.nbytes());
 }
 
 // Bytes of the all-gather streams, whose last use is what compute does now. In forward the next
 // group's gather is not known yet; when it is started it should not wait for this group.
-void FSDPParamGroup::free_gathered(at::DataPtr bytes) {
-  if (!bytes || !has_streams(device_.type())) return;
+void FSDPParamGroup::free_gathered(at::DataPtr bytes, size_t num_bytes) {
+  if (!bytes) return;
+  if (!has_streams(device_.type())) return comm_->pool()->give_back(std::move(bytes), num_bytes);
   Event last_use = comm_->compute_stream().record();
   if (training_state_ == TrainingState::kForward) {
     comm_->keep_gathered(std::move(bytes), std::move(last_use));
@@ -210,13 +213,14 @@ void FSDPParamGroup::reshard() {
 
 void FSDPParamGroup::to_sharded() {
   if (sharded_state() == ShardedState::kSharded) return;
-  free_gathered(sharded_params_.to_sharded());
+  free_gathered(sharded_params_.to_sharded(), sharded_params_.storage().nbytes());
 }
 
 void FSDPParamGroup::to_sharded_post_forward() {
   if (!is_unsharded()) return;
   TORCH_INTERNAL_ASSERT(settings_.post_forward_mesh_info != nullptr);
-  free_gathered(sharded_params_.to_sharded_post_forward(*settings_.post_forward_mesh_info));
+  free_gathered(sharded_params_.to_sharded_post_forward(*settings_.post_forward_mesh_info),
+                sharded_params_.storage().nbytes());
   reshard_event_ = comm_->compute_stream().record();
 }
 

@@ -118,7 +118,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   [[nodiscard]] bool may_be_stale() const;
   void drop_stale_params();
   void drop_gather() noexcept;
-  void free_gathered(at::DataPtr bytes);
+  void free_gathered(at::DataPtr bytes, size_t num_bytes);
   void start_all_gather(bool async_op);
   void record_post_forward();
   void keep_unsharded_grads();

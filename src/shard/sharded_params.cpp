@@ -28,7 +28,8 @@ ShardedParams::ShardedParams(const std::vector<ParamToShard>& params, const FSDP
                              Layout layout, c10::Device device)
     : layout_(std::all_of(params.begin(), params.end(), cuts_rows) ? layout
                                                                    : Layout::kPerParameter),
-      device_(device) {
+      device_(device),
+      pool_(std::make_shared<BufferPool>(device)) {
   const c10::InferenceMode normal_tensors(/*enabled=*/false);
   const c10::NoGradGuard no_grad;
   params_.reserve(params.size());
@@ -240,11 +241,16 @@ void ShardedParams::make_gather_storage() {
   }
 }
 
-void ShardedParams::allocate_gathered() { allocate_storage(gather_storage_); }
+void ShardedParams::allocate_gathered() {
+  if (is_allocated(gather_storage_)) return;
+  set_bytes(gather_storage_, pool_->allocate(gather_storage_.nbytes()));
+}
 
 void ShardedParams::adopt_gathered() { move_bytes(gather_storage_, storages_.front()); }
 
-void ShardedParams::drop_gathered() { free_storage(gather_storage_, kNotGathering); }
+void ShardedParams::drop_gathered() {
+  pool_->give_back(free_storage(gather_storage_, kNotGathering), gather_storage_.nbytes());
+}
 
 void ShardedParams::abandon_gathered() { make_gather_storage(); }
 

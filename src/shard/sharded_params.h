@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "fsdp/policy.h"
+#include "shard/buffer_pool.h"
 #include "shard/fsdp_param.h"
 #include "shard/mesh_info.h"
 
@@ -52,6 +53,9 @@ class ShardedParams {
   /// kFlat: the storage of all unsharded parameters.
   [[nodiscard]] const at::Storage& storage() const { return storages_.front(); }
   [[nodiscard]] c10::Device device() const { return device_; }
+  /// Of gathers and reductions; its own until set.
+  [[nodiscard]] const std::shared_ptr<BufferPool>& pool() const { return pool_; }
+  void set_pool(std::shared_ptr<BufferPool> pool) { pool_ = std::move(pool); }
   [[nodiscard]] ShardedState sharded_state() const { return sharded_state_; }
 
   /// Gives the parameters their names from the root: the path of their module, and their own.
@@ -104,7 +108,8 @@ class ShardedParams {
   std::vector<FSDPParam> params_;
   std::vector<size_t> module_of_;  // of each
   std::vector<std::unique_ptr<FlatParam>> flats_;
-  std::vector<at::Storage> storages_;       // of the unsharded parameters: one; or one for each
+  std::vector<at::Storage> storages_;  // of the unsharded parameters: one; or one for each
+  std::shared_ptr<BufferPool> pool_;
   at::Storage gather_storage_;              // kFlat: has bytes while a gather is in flight
   std::vector<std::string> access_errors_;  // what a use of them says while they are freed
   ShardedState sharded_state_ = ShardedState::kSharded;

@@ -1,5 +1,6 @@
 #include "shard/storage.h"
 
+#include <optional>
 #include <utility>
 
 #include <ATen/EmptyTensor.h>
@@ -76,18 +77,20 @@ void move_bytes(const at::Storage& from, const at::Storage& to) {
   c10::StorageImpl* target = to.unsafeGetStorageImpl();
   TORCH_INTERNAL_ASSERT(source->nbytes() == target->nbytes());
   if (target->nbytes() == 0) return;
-  at::DataPtr bytes = source->set_data_ptr(at::DataPtr(nullptr, source->device()));
-  target->clear_data_ptr_access_error_msg_();
-  target->set_data_ptr_noswap(std::move(bytes));
+  set_bytes(to, source->set_data_ptr(at::DataPtr(nullptr, source->device())));
+}
+
+void set_bytes(const at::Storage& storage, at::DataPtr bytes) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+  impl->clear_data_ptr_access_error_msg_();
+  impl->set_data_ptr_noswap(std::move(bytes));
 }
 
 void allocate_storage(const at::Storage& storage) {
   if (is_allocated(storage)) return;
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   const c10::DeviceGuard on_device(impl->device());
-  at::DataPtr bytes = c10::GetAllocator(impl->device_type())->allocate(impl->nbytes());
-  impl->clear_data_ptr_access_error_msg_();
-  impl->set_data_ptr_noswap(std::move(bytes));
+  set_bytes(storage, c10::GetAllocator(impl->device_type())->allocate(impl->nbytes()));
 }
 
 bool is_allocated(const at::Storage& storage) {
@@ -97,7 +100,8 @@ bool is_allocated(const at::Storage& storage) {
 
 at::Tensor tensor_over(const at::Storage& storage, at::ScalarType dtype, int64_t offset,
                        at::IntArrayRef sizes) {
-  const c10::InferenceMode normal_tensors(/*enabled=*/false);
+  std::optional<c10::InferenceMode> normal_tensors;
+  if (c10::InferenceMode::is_enabled()) normal_tensors.emplace(/*enabled=*/false);
   const c10::Device device = storage.device();
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       at::Storage(storage),

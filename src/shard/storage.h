@@ -28,6 +28,8 @@ void move_bytes(const at::Storage& from, const at::Storage& to);
 /// Gives a freed storage uninitialised bytes again, at whatever address. Does nothing if it has
 /// any. Streams: allocated on the current stream of the storage's device.
 void allocate_storage(const at::Storage& storage);
+/// Gives a freed storage these bytes, of its size.
+void set_bytes(const at::Storage& storage, at::DataPtr bytes);
 
 /// Whether the storage has its bytes; one of size 0 always has.
 [[nodiscard]] bool is_allocated(const at::Storage& storage);

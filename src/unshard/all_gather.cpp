@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -85,8 +84,7 @@ void gather_per_parameter(AllGatherResult& result, ShardedParams& params, bool a
   at::Tensor input;
   {
     const StreamGuard on_copy_in(streams.copy_in);
-    result.buffer = at::empty({rank_numel * world_size},
-                              at::TensorOptions().dtype(dtype).device(params.device()));
+    result.buffer = params.pool()->allocate(rank_numel * world_size, dtype);
     input = result.buffer.narrow(0, result.group->getRank() * rank_numel, rank_numel);
     int64_t offset = 0;
     for (size_t i = 0; i < params.flats().size(); ++i) {

@@ -31,7 +31,8 @@ struct AllGatherResult {
 
 /// Starts the all-gather of the parameters of one group, cast to their compute dtypes.
 ///
-/// Memory:  one buffer of the unsharded bytes, of `params` if kFlat. A rank's own part is written in place; kFlat without
+/// Memory:  one buffer of the unsharded bytes, of `params` if kFlat. A rank's own part is written
+/// in place; kFlat without
 ///          a cast sends the flat shard itself.
 /// Streams: see AllGatherStreams; the caller waits with foreach_all_gather_copy_out. With
 ///          `async_op` no stream waits for the collective before that; else, on a device, the

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "fsdp/fully_shard.h"
+#include "fsdp/nn.h"
 #include "support/counting_allocator.h"
 #include "support/layouts.h"
 #include "support/models.h"
@@ -128,6 +129,47 @@ TEST_P(Memory, AtMostTwoBlocksAreUnsharded) {
       expect_bounds(GetParam(), world_size, reshard);
     }
   }
+}
+
+// Promise: between steps a root keeps what one gather and one reduction need, whatever the number
+// of its groups, and no more after the next step; release_buffers() frees it; so does its end.
+TEST_P(Memory, BuffersAreKeptAndReleased) {
+  constexpr int64_t kRows = 1024;  // of 1024: 4 MiB, above BufferPool::kMinKeptBytes
+  constexpr int64_t kLinearBytes = 4 * kRows * kRows;
+  constexpr int kWorldSize = 2;
+  testing::CountingAllocator allocator;
+  run_ranks(kWorldSize, [&](const ProcessGroupPtr& group) {
+    const auto live = [&] {  // of all ranks, in buffers
+      barrier(group);
+      const double bytes = static_cast<double>(allocator.live_bytes());
+      barrier(group);
+      return bytes / kLinearBytes;
+    };
+    const double before = live();
+    for (const int num_layers : {2, 5}) {
+      fsdp::nn::Sequential model;
+      std::vector<fsdp::nn::Linear> layers;
+      for (int i = 0; i < num_layers; ++i) {
+        layers.emplace_back(torch::nn::LinearOptions(kRows, kRows).bias(false));
+        model->push_back(layers.back());
+        fully_shard(*layers.back(), {.reshard_after_forward = true, .layout = GetParam()});
+      }
+      fully_shard(*model, {.layout = GetParam()});
+      const double shards = live();
+      const auto step = [&] {
+        model->forward(at::ones({1, kRows})).sum().backward();
+        for (at::Tensor& param : model->parameters()) param.mutable_grad().reset();
+      };
+      for (int i = 0; i < 2; ++i) {
+        step();
+        EXPECT_NEAR(live() - shards, 2 * kWorldSize, kActivations) << num_layers << " layers";
+      }
+      model->release_buffers();
+      EXPECT_NEAR(live(), shards, kActivations);
+      step();
+    }
+    EXPECT_NEAR(live(), before, kActivations);
+  });
 }
 
 // Promise: zero_grad() frees the sharded gradients, nothing else holds them.
