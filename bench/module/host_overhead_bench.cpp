@@ -9,53 +9,21 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <ctime>
-#include <functional>
 #include <string>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "fsdp/fsdp.h"
+#include "support/local_backend.h"
 
 namespace {
 
-class DoneWork final : public c10d::Work {
- public:
-  bool isCompleted() override { return true; }
-  bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override { return true; }
-};
-
-// Collectives that communicate nothing: a reduction gives this rank's own gradients, since what it
-// gives is looked at.
-class NoopBackend final : public c10d::Backend {
- public:
-  using c10d::Backend::Backend;
-  const std::string getBackendName() const override { return "noop"; }
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor&, at::Tensor&,
-                                                 const c10d::AllgatherOptions&) override {
-    return c10::make_intrusive<DoneWork>();
-  }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                      const c10d::ReduceScatterOptions&) override {
-    std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(), output.nbytes());
-    return c10::make_intrusive<DoneWork>();
-  }
-};
-
-fsdp::ProcessGroupPtr noop_group(int world_size) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(/*rank=*/0, world_size);
-  group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    c10::make_intrusive<NoopBackend>(0, world_size));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  return group;
-}
+using fsdp::bench::Collectives;
+using fsdp::bench::cpu_us;
 
 // `params_per_group` of them: linears in a row, two parameters each.
 struct BlockImpl : torch::nn::Module {
@@ -85,12 +53,6 @@ struct ChainImpl : torch::nn::Module {
   std::vector<Block> blocks;
 };
 FSDP_MODULE(Chain);
-
-double cpu_us() {
-  timespec time{};
-  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) * 1e6 + static_cast<double>(time.tv_nsec) / 1e3;
-}
 
 struct Times {
   double forward = 1e30;
@@ -134,9 +96,8 @@ double floor_us(const fsdp::ProcessGroupPtr& group) {
 void run(int num_groups, int world_size, int params_per_group, int repetitions) {
   Chain eager(num_groups, params_per_group);
   Chain sharded(num_groups, params_per_group);
-  const fsdp::ProcessGroupPtr group = noop_group(world_size);
-  const auto mesh = std::make_shared<const fsdp::DeviceMesh>(
-      c10::kCPU, std::vector<int64_t>{world_size}, std::vector<std::string>{}, group);
+  const fsdp::ProcessGroupPtr group = fsdp::bench::local_group(world_size, Collectives::kNothing);
+  const fsdp::DeviceMeshPtr mesh = fsdp::bench::mesh_of(group);
   for (auto& block : sharded->blocks) {
     fsdp::fully_shard(*block, {.mesh = mesh, .reshard_after_forward = true});
   }

@@ -121,8 +121,8 @@ class FSDPModule {
   /// Errors:  ConfigError if the event is of another type of device, or was not recorded.
   void set_post_optim_event(c10::Event event);
   /// Frees the memory that the root keeps for its next gathers and reductions (on CPU: of one
-  /// gather and one reduction, if they take 2 MiB or more; elsewhere the device's caching allocator
-  /// does).
+  /// gather and one reduction, if they take 64 KiB or more; elsewhere the device's caching
+  /// allocator does).
   void release_buffers();
   /// Drops what a step that threw left behind, on the root. The next forward of the root does so by
   /// itself. Gradients of that step are lost; if its backward threw, so are unsharded gradients of

@@ -13,7 +13,8 @@ namespace fsdp {
 namespace {
 
 constexpr int64_t kSmallBytes = 128 * 1024;  // done by the last rank to arrive: cheaper than waking
-constexpr int kSpins = 500;                  // some ten microseconds
+// To sleep and be woken takes as long.
+constexpr std::chrono::microseconds kSpinTime(50);
 
 int num_cores() {
   const unsigned cores = std::thread::hardware_concurrency();
@@ -26,6 +27,19 @@ void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Whether it came true.
+template <typename Condition>
+bool spin_until(const Condition& condition) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (condition()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
 }
 
 }  // namespace
@@ -242,15 +256,11 @@ void ThreadOp::finish_job() {
 
 void ThreadOp::wait(int rank, std::chrono::milliseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  if (num_ranks_ <= num_cores()) {
-    for (int i = 0; i < kSpins && state_.load(std::memory_order_acquire) == State::kGathering;
-         ++i) {
-      relax();
-    }
-  }
   const auto progress = [&] { return is_over() || num_untaken_.load() > 0; };
   while (!is_over()) {
     if (state_ == State::kRunning) run_available_jobs(rank);
+    // While a core is free for each rank, the others are at work, or on their way.
+    if (num_ranks_ <= num_cores() && spin_until(progress)) continue;
     std::unique_lock<std::mutex> lock(mutex_);
     if (state_ != State::kGathering) {
       changed_.wait(lock, progress);

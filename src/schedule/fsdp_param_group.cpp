@@ -47,6 +47,7 @@ FSDPParamGroup::FSDPParamGroup(const std::vector<ParamToShard>& params, FSDPMesh
       grads_(
           std::make_shared<GradBuffer>(sharded_params_, mesh_info_->shard_size(),
                                        mesh_info_->shard_size() * mesh_info_->replicate_size())) {
+  sharded_params_.set_pool(comm_->pool());
   if (sharded_params_.layout() == Layout::kFlat) collect_grads_as_they_come();
 }
 
@@ -181,11 +182,22 @@ void FSDPParamGroup::wait_for_unshard() {
   free_gathered(buffer.set_data_ptr(at::DataPtr(nullptr, buffer.device())), buffer.nbytes());
 }
 
+// Whether bytes that are free now are likely to serve another gather of this step. After its
+// backward the next group's has begun already.
+bool FSDPParamGroup::gathers_follow() const {
+  if (settings_.post_forward_mesh_info == nullptr) return false;
+  if (training_state_ == TrainingState::kPreBackward) return place_in_backward_ >= 1;
+  return training_state_ != TrainingState::kPostBackward || place_in_backward_ >= 2;
+}
+
 // Bytes of the all-gather streams, whose last use is what compute does now. In forward the next
 // group's gather is not known yet; when it is started it should not wait for this group.
 void FSDPParamGroup::free_gathered(at::DataPtr bytes, size_t num_bytes) {
   if (!bytes) return;
-  if (!has_streams(device_.type())) return comm_->pool()->give_back(std::move(bytes), num_bytes);
+  if (!has_streams(device_.type())) {
+    if (gathers_follow()) comm_->pool()->give_back(std::move(bytes), num_bytes);
+    return;
+  }
   Event last_use = comm_->compute_stream().record();
   if (training_state_ == TrainingState::kForward) {
     comm_->keep_gathered(std::move(bytes), std::move(last_use));
@@ -305,6 +317,7 @@ void FSDPParamGroup::pre_backward(bool default_prefetch) {
   if (training_state_ == TrainingState::kPreBackward) return;
   const Range range("FSDP::pre_backward", module_path_);
   training_state_ = TrainingState::kPreBackward;
+  place_in_backward_ = post_forward_indices_.empty() ? 0 : post_forward_indices_.back();
   for (FSDPParam& param : params()) param.admit_gradients();
   unshard();
   wait_for_unshard();

@@ -119,6 +119,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void drop_stale_params();
   void drop_gather() noexcept;
   void free_gathered(at::DataPtr bytes, size_t num_bytes);
+  [[nodiscard]] bool gathers_follow() const;
   void start_all_gather(bool async_op);
   void record_post_forward();
   void keep_unsharded_grads();
@@ -146,6 +147,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::optional<AllGatherResult> all_gather_result_;
   Event reshard_event_;  // of the copy into the post-forward shard
   std::vector<size_t> post_forward_indices_;
+  size_t place_in_backward_ = 0;       // how many groups' backwards come after this one's
   bool converted_ = false;             // since the dtypes were resolved
   bool gathered_before_step_ = false;  // gradients were there when the last gather began
   bool reduced_since_gather_ = false;

@@ -42,7 +42,7 @@ at::DataPtr BufferPool::allocate(size_t num_bytes) {
   }
   const c10::DeviceGuard on_device(device_);
   at::DataPtr bytes = c10::GetAllocator(device_.type())->allocate(num_bytes);
-  if (device_.is_cpu() && num_bytes >= kMinKeptBytes) ask_for_huge_pages(bytes.get(), num_bytes);
+  if (device_.is_cpu()) ask_for_huge_pages(bytes.get(), num_bytes);
   return bytes;
 }
 

@@ -19,7 +19,7 @@ namespace fsdp {
 class BufferPool {
  public:
   static constexpr size_t kMaxKept = 2;
-  static constexpr size_t kMinKeptBytes = size_t{2} << 20;  // malloc keeps smaller ones
+  static constexpr size_t kMinKeptBytes = size_t{64} << 10;
 
   explicit BufferPool(c10::Device device) : device_(device) {}
 

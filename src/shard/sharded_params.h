@@ -53,7 +53,7 @@ class ShardedParams {
   /// kFlat: the storage of all unsharded parameters.
   [[nodiscard]] const at::Storage& storage() const { return storages_.front(); }
   [[nodiscard]] c10::Device device() const { return device_; }
-  /// Of gathers and reductions; its own until set.
+  /// Of gathers and reductions.
   [[nodiscard]] const std::shared_ptr<BufferPool>& pool() const { return pool_; }
   void set_pool(std::shared_ptr<BufferPool> pool) { pool_ = std::move(pool); }
   [[nodiscard]] ShardedState sharded_state() const { return sharded_state_; }
