@@ -34,8 +34,9 @@ help:
 	@echo 'make golden          rebuild the golden values with PyTorch FSDP2, show differences'
 	@echo 'make differential    random scenarios beside PyTorch FSDP2 (SEED=7 COUNT=50)'
 	@echo 'make mutation        break the library on purpose: does a test notice?'
-	@echo 'make bench           host cost per group, beside PyTorch FSDP2; CASE=threads128: the'
-	@echo '                     collectives of 128 ranks in one process (REPETITIONS=1 to try it)'
+	@echo 'make bench           ours beside PyTorch FSDP2, all cases (half an hour) or one: CASE='
+	@echo '                     host-overhead, collectives, transformer-small, transformer-large,'
+	@echo '                     memory or threads128 (REPETITIONS=1 to try it)'
 	@echo 'make build           build everything'
 	@echo 'make format          format the sources'
 	@echo 'make check-format    check formatting and the other rules of style'
@@ -71,17 +72,13 @@ differential: $(BUILD)/build.ninja
 mutation: build
 	@PRESET=$(PRESET) JOBS=$(JOBS) tools/mutation
 
-# Ours and PyTorch's FSDP2 in turns: one case.
-CASE ?= host-overhead
+# Ours and PyTorch's FSDP2 in turns; compare.py has the cases.
+CASE ?= all
 REPETITIONS ?= 5
-BENCH_host-overhead := host_overhead_bench
-BENCH_threads128 := reference_test
 bench: $(BUILD)/build.ninja
-	@[ -n "$(BENCH_$(CASE))" ] || { echo 'make bench: there is no case $(CASE);' \
-	  'there are host-overhead and threads128' >&2; exit 1; }
-	@[ $(CASE) != threads128 ] || tools/bootstrap bench
+	@tools/bootstrap bench
 	@cmake -DFSDP_BUILD_BENCH=ON -DFSDP_BUILD_TESTS=ON $(BUILD) > /dev/null
-	@$(NINJA) --target $(BENCH_$(CASE))
+	@$(NINJA) --target benches reference_test
 	@OMP_NUM_THREADS=1 .deps/venv/bin/python bench/compare.py $(BUILD) --case=$(CASE) \
 	  --repetitions=$(REPETITIONS)
 

@@ -139,13 +139,13 @@ void GradBuffer::allocate() {
       slot_of_[layout_->slots[i].param - params_.params().data()] = static_cast<int64_t>(i);
     }
   }
+  if (before_allocation_) before_allocation_();
   flat_ =
       params_.pool()->allocate(layout_->num_chunks * layout_->chunk_numel, params_.reduce_dtype());
   has_grad_.assign(layout_->slots.size(), 0);
 }
 
 void GradBuffer::add(size_t index, const at::Tensor& grad) {
-  const c10::NoGradGuard no_grad;
   const ShardedTensorSpec& spec = *params_.params()[index].spec();
   FSDP_CHECK(ConfigError, grad.layout() == at::kStrided, "post_backward: the gradient of ",
              describe(spec.fqn, spec.sizes),
@@ -164,6 +164,7 @@ void GradBuffer::add(size_t index, const at::Tensor& grad) {
 void GradBuffer::write(const GradSlot& slot, const at::Tensor& grad, bool accumulate) {
   const ShardedTensorSpec& spec = *slot.param->spec();
   if (params_.layout() == Layout::kPerParameter) {
+    const c10::NoGradGuard no_grad;
     TORCH_INTERNAL_ASSERT(!accumulate);
     copy_whole_to_parts(spec, grad,
                         flat_.view({layout_->num_chunks, layout_->chunk_numel})
@@ -174,6 +175,7 @@ void GradBuffer::write(const GradSlot& slot, const at::Tensor& grad, bool accumu
   const bool copies_bytes = !accumulate && !is_lazy && grad.is_cpu() && grad.is_contiguous() &&
                             grad.scalar_type() == flat_.scalar_type();
   if (!copies_bytes) {
+    const c10::NoGradGuard no_grad;
     const at::Tensor source =
         (is_lazy ? grad.resolve_conj().resolve_neg() : grad).contiguous().view(-1);
     for (const GradRun& run : slot.runs) write_run(run, source, flat_, accumulate);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -71,6 +72,10 @@ class GradBuffer {
   ///          buffer's first gradient came.
   void add(size_t index, const at::Tensor& grad);
   [[nodiscard]] bool has_grads() const { return num_grads_ > 0; }
+  /// Is called before memory is allocated: what it frees serves this buffer.
+  void set_before_allocation(std::function<void()> function) {
+    before_allocation_ = std::move(function);
+  }
   /// Ends the collection. With `all`, every parameter that requires grad counts as having one, of
   /// zeros if need be.
   [[nodiscard]] ReduceInput take(bool all, int64_t group_number);
@@ -87,6 +92,7 @@ class GradBuffer {
   ShardedParams& params_;
   int64_t num_chunks_;
   bool has_flags_;
+  std::function<void()> before_allocation_;
   std::shared_ptr<const GradLayout> layout_;
   std::vector<int64_t> slot_of_;  // of each parameter, -1: none
   at::Tensor flat_;               // undefined: no gradient yet

@@ -65,6 +65,10 @@ class Reduction {
   void abandon() noexcept;
 
   [[nodiscard]] bool finished() const { return finished_; }
+  /// Whether finish() would wait for no other rank.
+  [[nodiscard]] bool is_ready() const {
+    return finished_ || ((!work_ || work_->isCompleted()) && !mesh_info_->replicate_mesh_dim);
+  }
   /// After finish(): frees the collective's input. The current stream waits for its last use.
   void release_input();
   /// After finish(): the sharded gradients are written.

@@ -42,6 +42,14 @@ void CommContext::make_room_for_reduction() {
   while (reductions_.size() >= max_reductions_) pop_reduction();
 }
 
+void CommContext::finish_ready_reductions() {
+  while (!reductions_.empty()) {
+    const std::shared_ptr<Reduction> reduction = reductions_.front().lock();
+    if (reduction && !reduction->is_ready()) return;
+    pop_reduction();
+  }
+}
+
 void CommContext::finish_reductions() {
   while (!reductions_.empty()) pop_reduction();
 }

@@ -45,6 +45,8 @@ class CommContext {
   void set_max_reductions(size_t max_reductions) { max_reductions_ = max_reductions; }
   /// Ends the oldest reductions, so that one more may start.
   void make_room_for_reduction();
+  /// Ends the oldest reductions as far as no other rank has to be waited for.
+  void finish_ready_reductions();
   /// Ends all reductions, at the end of backward.
   void finish_reductions();
   /// After a step that threw: waits for what is in flight and drops it. Never throws.

@@ -76,6 +76,10 @@ void FSDPParamGroup::join_root(const std::vector<std::string>& module_paths, int
   comm_ = std::move(comm);
   sharded_params_.set_pool(comm_->pool());
   sharded_params_.set_fqns(module_paths);
+  if (has_streams(device_.type())) return;  // there a reduction is finished when it was started
+  grads_->set_before_allocation([comm = std::weak_ptr<CommContext>(comm_)] {
+    if (const auto alive = comm.lock()) alive->finish_ready_reductions();
+  });
 }
 
 void FSDPParamGroup::notify(ScheduleEventKind kind, bool changed) const {

@@ -135,8 +135,7 @@ TEST_P(Memory, AtMostTwoBlocksAreUnsharded) {
 }
 
 // Promise: between steps a root keeps one or two buffers of gathers and reductions, whatever the
-// number of its groups, and no more after the next step; release_buffers() frees it; so does its
-// end.
+// number of its groups and steps; release_buffers() frees them; so does its end.
 TEST_P(Memory, BuffersAreKeptAndReleased) {
   constexpr int64_t kRows = 1024;  // of 1024
   constexpr int64_t kLinearBytes = 4 * kRows * kRows;
@@ -164,12 +163,13 @@ TEST_P(Memory, BuffersAreKeptAndReleased) {
         model->forward(at::ones({1, kRows})).sum().backward();
         for (at::Tensor& param : model->parameters()) param.mutable_grad().reset();
       };
-      step();
-      const double kept = live() - shards;
-      EXPECT_GE(kept, kWorldSize - kActivations) << num_layers << " layers";
-      EXPECT_LE(kept, 2 * kWorldSize + kActivations) << num_layers << " layers";
-      step();
-      EXPECT_NEAR(live() - shards, kept, kActivations) << num_layers << " layers";
+      for (int i = 0; i < 3; ++i) {
+        step();
+        // One of reductions if the first was over before the second began, else both.
+        const double kept = live() - shards;
+        EXPECT_GE(kept, kWorldSize - kActivations) << num_layers << " layers";
+        EXPECT_LE(kept, 2 * kWorldSize + kActivations) << num_layers << " layers";
+      }
       model->release_buffers();
       EXPECT_NEAR(live(), shards, kActivations);
       step();
@@ -210,6 +210,7 @@ TEST_P(Memory, NothingIsLeftOver) {
       model(at::ones({1, kDim})).sum().backward();
       optimizer.step();
       optimizer.zero_grad();
+      model->release_buffers();
       barrier(group);
       if (step == 1) after_two_steps = allocator.live_bytes();
       // The barriers' own one-byte tensors may still be alive.
@@ -220,6 +221,7 @@ TEST_P(Memory, NothingIsLeftOver) {
     EXPECT_ANY_THROW(model(at::ones({1, kDim + 1})));
     model(at::ones({1, kDim})).sum().backward();
     model->zero_grad();
+    model->release_buffers();
     barrier(group);
     EXPECT_NEAR(allocator.live_bytes(), after_two_steps, 8);
     barrier(group);

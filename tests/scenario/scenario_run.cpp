@@ -186,20 +186,21 @@ class Run {
   std::vector<UnshardHandle> handles_;
 };
 
-bool close(double ours, double original, double size) {
-  return std::abs(ours - original) <= 1e-5 * std::max(std::abs(original), size) + 1e-7;
+bool close(double ours, double original, double size, double tolerance) {
+  return std::abs(ours - original) <= tolerance * std::max(std::abs(original), size) + 1e-7;
 }
 
 // Of gradients and parameters: norm and checksum, which may be zero although its terms are not.
-bool equal_summary(const json& ours, const json& original) {
+bool equal_summary(const json& ours, const json& original, double tolerance) {
   if (original.is_null() || ours.is_null()) return ours.is_null() && original.is_null();
-  return close(ours[0], original[0], 0) && close(ours[1], original[1], original[0]);
+  return close(ours[0], original[0], 0, tolerance) &&
+         close(ours[1], original[1], original[0], tolerance);
 }
 
-bool equal_losses(const json& ours, const json& original) {
+bool equal_losses(const json& ours, const json& original, double tolerance) {
   if (ours.size() != original.size()) return false;
   for (size_t i = 0; i < original.size(); ++i) {
-    if (!close(ours[i], original[i], 0)) return false;
+    if (!close(ours[i], original[i], 0, tolerance)) return false;
   }
   return true;
 }
@@ -210,7 +211,7 @@ std::string line(const std::string& what, const json& ours, const json& original
 
 // What differs under one key of two records.
 std::vector<std::string> differences_at(const std::string& key, const json& ours,
-                                        const json& original) {
+                                        const json& original, double tolerance) {
   const bool is_list = key == "losses" || key == "grads" || key == "params";
   if (!is_list || ours.size() != original.size()) {
     return ours == original ? std::vector<std::string>{}
@@ -218,8 +219,8 @@ std::vector<std::string> differences_at(const std::string& key, const json& ours
   }
   std::vector<std::string> lines;
   for (size_t i = 0; i < original.size(); ++i) {
-    const bool is_equal =
-        key == "losses" ? equal_losses(ours[i], original[i]) : equal_summary(ours[i], original[i]);
+    const bool is_equal = key == "losses" ? equal_losses(ours[i], original[i], tolerance)
+                                          : equal_summary(ours[i], original[i], tolerance);
     if (!is_equal) lines.push_back(line(key + " " + std::to_string(i), ours[i], original[i]));
   }
   return lines;
@@ -252,7 +253,8 @@ json run_scenario(const json& scenario, Layout layout) {
   return result;
 }
 
-std::vector<std::string> differences(const json& scenario, const json& ours, const json& original) {
+std::vector<std::string> differences(const json& scenario, const json& ours, const json& original,
+                                     double tolerance) {
   std::vector<std::string> lines;
   for (size_t i = 0; i < std::max(ours.size(), original.size()); ++i) {
     const json a = i < ours.size() ? ours[i] : json::object();
@@ -262,7 +264,7 @@ std::vector<std::string> differences(const json& scenario, const json& ours, con
     keys.update(b);
     for (const auto& [key, unused] : keys.items()) {
       for (const std::string& text :
-           differences_at(key, a.value(key, json()), b.value(key, json()))) {
+           differences_at(key, a.value(key, json()), b.value(key, json()), tolerance)) {
         lines.push_back("operation " + std::to_string(i) + " (" + op + ") " + text);
       }
     }

@@ -17,8 +17,8 @@ namespace fsdp::testing {
 nlohmann::json run_scenario(const nlohmann::json& scenario, Layout layout);
 
 /// What differs between the records of a scenario, a line each: events and counts at all, numbers
-/// by more than 1e-5 of their size (a checksum: of its tensor's norm) plus 1e-7.
+/// by more than `tolerance` of their size (a checksum: of its tensor's norm) plus 1e-7.
 std::vector<std::string> differences(const nlohmann::json& scenario, const nlohmann::json& ours,
-                                     const nlohmann::json& original);
+                                     const nlohmann::json& original, double tolerance = 1e-5);
 
 }  // namespace fsdp::testing
