@@ -59,21 +59,22 @@ def progress(repetition, repetitions):
 
 
 def host_overhead(build, repetitions):
-    """Host time of a group and step; the smallest figure counts, since other work only adds."""
-    commands = {"ours": [str(build / "bench" / "host_overhead_bench"), "10"],
+    """Host time of a group and step: the median of ours and of the floor, the smallest of the peer's."""
+    commands = {"ours": [str(build / "bench" / "host_overhead_bench"), "30"],
                 "peer": [sys.executable, str(HERE / "peer" / "host_overhead.py"), "2"]}
-    best = {}
+    found = {}
     for repetition in range(repetitions):
         for who, command in commands.items():
             for line in lines(command):
                 key = (line["groups"], line["world_size"], line["params_per_group"])
-                entry = best.setdefault(key, {})
-                for field in ("total", "floor"):
-                    if field in line:
-                        name = who if field == "total" else "floor"
-                        entry[name] = min(entry.get(name, float("inf")), line[field])
+                entry = found.setdefault(key, {"ours": [], "peer": [], "floor": []})
+                entry[who].append(line["total"])
+                if who == "ours":
+                    entry["floor"].append(line["floor"])
         progress(repetition, repetitions)
-    print("host-overhead, us of CPU per group and step, best of", repetitions)
+    best = {key: {"ours": statistics.median(entry["ours"]), "peer": min(entry["peer"]),
+                  "floor": statistics.median(entry["floor"])} for key, entry in found.items()}
+    print("host-overhead, us of CPU per group and step, of", repetitions)
     print(f"{'groups':>7}{'world':>7}{'params':>8}{'ours':>9}{'FSDP2':>10}{'ratio':>8}{'floor':>8}")
     summary = []
     for (groups, world, params), entry in best.items():

@@ -1,10 +1,10 @@
 // Question: how much host time does sharding cost per group and step, with communication taken out?
 //
 // A chain of small linears, each its own group, over a backend whose collectives do nothing.
-// Process CPU time (all threads) of forward and backward, the same chain unsharded subtracted; the
-// fastest of the repetitions, since other work on the machine only adds. One JSON line per
-// configuration. Beside it: bench/peer/host_overhead.py, the same in PyTorch's FSDP2, and the
-// floor: the two collective calls alone, through the dispatcher.
+// Process CPU time (all threads) of forward and backward, that of the same chain unsharded, in
+// turns, subtracted; the median of the repetitions. One JSON line per configuration. Beside it:
+// bench/peer/host_overhead.py, the same in PyTorch's FSDP2, and the floor: the two collective calls
+// alone, through the dispatcher.
 
 #include <algorithm>
 #include <cstdio>
@@ -55,25 +55,23 @@ struct ChainImpl : torch::nn::Module {
 FSDP_MODULE(Chain);
 
 struct Times {
-  double forward = 1e30;
-  double backward = 1e30;
+  double forward = 0;
+  double backward = 0;
 };
 
-Times fastest_step(Chain& model, int repetitions) {
-  const at::Tensor x = at::ones({1, 8}).set_requires_grad(true);
-  Times best;
-  for (int i = 0; i < repetitions + 2; ++i) {
-    const double begin = cpu_us();
-    const at::Tensor loss = model(x).sum();
-    const double middle = cpu_us();
-    loss.backward();
-    const double end = cpu_us();
-    for (at::Tensor& param : model->parameters()) param.mutable_grad().reset();
-    if (i < 2) continue;  // first allocations, lazy init
-    best.forward = std::min(best.forward, middle - begin);
-    best.backward = std::min(best.backward, end - middle);
-  }
-  return best;
+Times step(Chain& model, const at::Tensor& x) {
+  const double begin = cpu_us();
+  const at::Tensor loss = model(x).sum();
+  const double middle = cpu_us();
+  loss.backward();
+  const double end = cpu_us();
+  for (at::Tensor& param : model->parameters()) param.mutable_grad().reset();
+  return {.forward = middle - begin, .backward = end - middle};
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
 }
 
 // What an all-gather and a reduce-scatter cost that do nothing: twice a gather, once a reduction.
@@ -102,16 +100,23 @@ void run(int num_groups, int world_size, int params_per_group, int repetitions) 
     fsdp::fully_shard(*block, {.mesh = mesh, .reshard_after_forward = true});
   }
   fsdp::fully_shard(*sharded, {.mesh = mesh});
-  const Times without = fastest_step(eager, repetitions);
-  const Times with = fastest_step(sharded, repetitions);
-  const double forward = (with.forward - without.forward) / num_groups;
-  const double backward = (with.backward - without.backward) / num_groups;
+  const at::Tensor x = at::ones({1, 8}).set_requires_grad(true);
+  std::vector<double> forward, backward, alone;
+  for (int i = 0; i < repetitions + 2; ++i) {
+    // In turns: the machine may be slower for a while.
+    const Times without = step(eager, x);
+    const Times with = step(sharded, x);
+    if (i < 2) continue;  // first allocations, lazy init
+    forward.push_back((with.forward - without.forward) / num_groups);
+    backward.push_back((with.backward - without.backward) / num_groups);
+    alone.push_back((without.forward + without.backward) / num_groups);
+  }
   std::printf(
       "{\"case\": \"host-overhead\", \"who\": \"libfsdp\", \"groups\": %d, \"world_size\": %d, "
       "\"params_per_group\": %d, \"unit\": \"us of CPU per group\", \"forward\": %.1f, "
       "\"backward\": %.1f, \"total\": %.1f, \"eager\": %.1f, \"floor\": %.1f}\n",
-      num_groups, world_size, params_per_group, forward, backward, forward + backward,
-      (without.forward + without.backward) / num_groups, floor_us(group));
+      num_groups, world_size, params_per_group, median(forward), median(backward),
+      median(forward) + median(backward), median(alone), floor_us(group));
   std::fflush(stdout);
 }
 

@@ -166,6 +166,15 @@ std::vector<Config> stream_safety_configs() {
   return in_both_layouts(all);
 }
 
+// Each on two ranks in one layout and on four in the other: late execution trains four times.
+std::vector<Config> half_of_stream_safety_configs() {
+  std::vector<Config> half;
+  for (const Config& config : stream_safety_configs()) {
+    if ((config.world_size == 2) == (config.layout == Layout::kFlat)) half.push_back(config);
+  }
+  return half;
+}
+
 void shard(Transformer& model, const Config& config, const FullyShardOptions& options) {
   if (!config.list) return testing::shard_blocks_and_root(model, options);
   for (auto& block : model->blocks) {
@@ -256,7 +265,8 @@ INSTANTIATE_TEST_SUITE_P(Streams, Detector, ::testing::ValuesIn(configs()), name
 INSTANTIATE_TEST_SUITE_P(Streams, Late, ::testing::ValuesIn(configs()), name_of);
 INSTANTIATE_TEST_SUITE_P(StreamSafety, Detector, ::testing::ValuesIn(stream_safety_configs()),
                          name_of);
-INSTANTIATE_TEST_SUITE_P(StreamSafety, Late, ::testing::ValuesIn(stream_safety_configs()), name_of);
+INSTANTIATE_TEST_SUITE_P(StreamSafety, Late, ::testing::ValuesIn(half_of_stream_safety_configs()),
+                         name_of);
 
 }  // namespace
 }  // namespace fsdp
